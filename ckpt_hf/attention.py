@@ -1,0 +1,159 @@
+"""Attention of packed pieces over a prefix that is stored once and their own tokens.
+
+Pieces that continue the same prefix sit side by side in the packed row. Where torch's variable-length attention runs,
+the row attends to its own tokens (causally) and to the prefixes (all of them, one sequence per prefix) in two calls,
+whose results are merged by their log-sum-exp (Milakov and Gimelshein, arXiv 1805.02867, section 3.1). Elsewhere each
+group of pieces with one prefix is one call of scaled dot product attention with a mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .pools import KVPools
+
+try:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    _VARLEN_PARAMETERS = frozenset()
+
+Rows = slice | Tensor
+"""Pool rows: a slice where they are contiguous, so that no copy is made, else an index tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedGroup:
+    """Pieces with one prefix, for scaled dot product attention.
+
+    Attributes:
+        queries: columns of the packed row.
+        rows: key/value rows of the prefix and then of each piece's own tokens.
+        mask: bool ``[queries, rows]``, True where a token may look; None for one causal piece without a past.
+    """
+
+    queries: slice
+    rows: Rows
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPass:
+    """One call of variable-length attention.
+
+    Attributes:
+        queries: columns of the packed row that take part.
+        rows: key/value rows; None when they are the step's own tokens in order.
+        cu_queries, cu_rows: int32 ``[N + 1]`` sequence bounds.
+        max_queries, max_rows: longest sequence.
+        causal: whether query i of n sees the first ``m - n + i + 1`` of m rows.
+    """
+
+    queries: slice
+    rows: Rows | None
+    cu_queries: Tensor
+    cu_rows: Tensor
+    max_queries: int
+    max_rows: int
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a packed row attends; made once a step, read by every attention layer.
+
+    Attributes:
+        write_rows: int64 ``[T]``, where each token's key and value are stored.
+        groups: the masked calls, or empty when ``own`` is set.
+        own, prefix: the variable-length calls; ``prefix`` is None when no piece continues another.
+    """
+
+    write_rows: Tensor
+    groups: tuple[MaskedGroup, ...] = ()
+    own: VarlenPass | None = None
+    prefix: VarlenPass | None = None
+
+
+def varlen_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's variable-length attention (flash attention) can serve these tensors."""
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim <= 256
+        and head_dim % 8 == 0
+        and {"return_aux", "scale"} <= _VARLEN_PARAMETERS
+        and torch.cuda.get_device_capability(device)[0] >= 8
+    )
+
+
+def packed_attention(query: Tensor, pools: KVPools, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+    """Attention of one packed row.
+
+    Args:
+        query: ``[T, H_q, D]``.
+        pools: keys and values, the step's own already written.
+        layer: index of the attention layer.
+        plan: from the batch.
+        scale: factor of the scores.
+
+    Returns:
+        ``[T, H_q, D]`` in the query's dtype.
+    """
+    keys, values = pools.keys[layer], pools.values[layer]
+    if plan.own is not None:
+        return _varlen_attention(query, keys, values, plan, scale)
+    output = torch.empty_like(query)
+    for group in plan.groups:
+        q = query[group.queries].transpose(0, 1).unsqueeze(0)
+        k = keys[group.rows].transpose(0, 1).unsqueeze(0)
+        v = values[group.rows].transpose(0, 1).unsqueeze(0)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        output[group.queries] = attended[0].transpose(0, 1)
+    return output
+
+
+def _varlen_attention(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    assert plan.own is not None
+    own, own_lse = _varlen_call(query, keys, values, plan, plan.own, scale)
+    if plan.prefix is None:
+        return own
+    shared, shared_lse = _varlen_call(query, keys, values, plan, plan.prefix, scale)
+    columns = plan.prefix.queries
+    # softmax over both parts = each part's softmax weighted by its share of the summed exponentials
+    weight = torch.sigmoid(shared_lse - own_lse[columns]).unsqueeze(-1)
+    merged = torch.lerp(own[columns].float(), shared.float(), weight)
+    own[columns] = merged.to(own.dtype)
+    return own
+
+
+def _varlen_call(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, call: VarlenPass, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output ``[T', H_q, D]`` and log-sum-exp ``[T', H_q]`` of one call."""
+    q = query[call.queries].contiguous()
+    rows = plan.write_rows if call.rows is None else call.rows
+    k, v = keys[rows], values[rows]
+    options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse=True)}
+    if "window_size" in _VARLEN_PARAMETERS:
+        options["window_size"] = (-1, 0) if call.causal else (-1, -1)
+    else:
+        options["is_causal"] = call.causal
+    if "enable_gqa" in _VARLEN_PARAMETERS:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    elif q.shape[1] != k.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    output, lse = varlen_attn(
+        q, k, v, call.cu_queries, call.cu_rows, call.max_queries, call.max_rows, **options
+    )
+    return output, lse if lse.shape == q.shape[:2] and lse.shape[0] != lse.shape[1] else lse.transpose(0, 1)

@@ -1,0 +1,148 @@
+"""A step plan under construction: takes slots and key/value rows, counts the token budget, orders the pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .index import Checkpoint
+from .kv import KVRows, KVSegment
+from .plan import LogitsWanted, Piece, StepPlan
+from .requests import Request
+from .slots import SlotAllocator
+
+STATE_CHUNK_TOKENS = 64
+"""Grid of the chunked recurrence. A piece that the token budget cuts short ends on this grid, counted from its own
+boundary, so that the states do not depend on how busy the step was."""
+
+
+class PlanDraft:
+    """Collects the pieces of one step.
+
+    Args:
+        slots: source of the rows that hold running states and checkpoints.
+        kv_rows: source of the key/value rows.
+        budget: prompt tokens that the step may carry.
+    """
+
+    def __init__(self, slots: SlotAllocator, kv_rows: KVRows, budget: int) -> None:
+        self._slots = slots
+        self._kv_rows = kv_rows
+        self._budget = budget
+        self._pieces: list[Piece] = []
+        self._logits: list[LogitsWanted] = []
+        self._completed: dict[Checkpoint, int] = {}
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the step may carry one more prompt token."""
+        return self._budget > 0
+
+    def completes(self, checkpoint: Checkpoint) -> bool:
+        """Whether a piece of this step completes ``checkpoint``."""
+        return checkpoint in self._completed
+
+    def add_decode(self, request: Request) -> None:
+        """The newest token of a running request."""
+        slot = self._own_slot(request)
+        piece = self._append(request, self._own_kv(request, None), request.position, len(request.token_ids), slot, slot)
+        self._logits.append(LogitsWanted(request, piece=piece))
+
+    def add_prefill(self, request: Request) -> None:
+        """As many prompt tokens of ``request`` as the budget allows, one piece per boundary."""
+        base, at = request.base, request.position
+        parent = self._completed.get(base, -1) if base is not None else -1
+        source = -1
+        if parent < 0 and request.state_in_slot:
+            source = self._own_slot(request)
+        elif parent < 0 and base is not None and base.slot is not None:
+            source = base.slot
+        before = base.kv if base is not None else None
+        while at < request.prompt_tokens:
+            stop = min((b for b in request.reserved if b > at), default=request.prompt_tokens)
+            checkpoint = request.reserved.get(stop)
+            kv = self._own_kv(request, before) if checkpoint is None else self._checkpoint_kv(checkpoint, before)
+            taken = self._take_budget(stop - at, len(kv))
+            if at + taken < stop:
+                if taken:
+                    self._append(request, kv, at, at + taken, source, self._own_slot(request), parent)
+                return
+            if checkpoint is None:
+                piece = self._append(request, kv, at, stop, source, self._own_slot(request), parent)
+                self._logits.append(LogitsWanted(request, piece=piece, store_in=request.lacks_logits))
+                return
+            if checkpoint.slot is None:
+                checkpoint.slot = self._slots.acquire(checkpoint.key)
+            parent = self._append(request, kv, at, stop, source, checkpoint.slot, parent, checkpoint)
+            self._completed[checkpoint] = parent
+            source, before, at, base = -1, checkpoint.kv, stop, checkpoint
+        self._end_at_boundary(request, base, parent, source)
+
+    def build(self, decode: bool) -> StepPlan:
+        """The finished plan: pieces sorted by depth, those without a prefix first, those with one prefix side by side."""
+        place = {-1: -1}
+        prefix_rank: dict[KVSegment | None, int] = {None: -1}
+        for piece in self._pieces:
+            prefix_rank.setdefault(piece.kv.parent, len(prefix_rank))
+        order: list[int] = []
+        for depth in range(1 + max((p.depth for p in self._pieces), default=-1)):
+            level = [i for i, p in enumerate(self._pieces) if p.depth == depth]
+            for i in sorted(level, key=lambda i: prefix_rank[self._pieces[i].kv.parent]):
+                place[i] = len(order)
+                order.append(i)
+        pieces = tuple(replace(self._pieces[i], parent=place[self._pieces[i].parent]) for i in order)
+        logits = tuple(w if w.piece is None else replace(w, piece=place[w.piece]) for w in self._logits)
+        return StepPlan(pieces, logits, decode)
+
+    def _end_at_boundary(self, request: Request, base: Checkpoint | None, parent: int, source: int) -> None:
+        """The prompt ends exactly at a checkpoint: copy its state, take its logits."""
+        assert base is not None
+        if parent >= 0:
+            self._logits.append(LogitsWanted(request, piece=parent, store_in=base))
+        else:
+            self._logits.append(LogitsWanted(request, checkpoint=base))
+        if request.decode:
+            kv = self._own_kv(request, base.kv)
+            self._append(request, kv, request.prompt_tokens, request.prompt_tokens, source, self._own_slot(request), parent)
+
+    def _take_budget(self, wanted: int, done: int) -> int:
+        """Tokens of ``wanted`` that fit, cut on the state grid when not all do; ``done`` lie behind on that grid."""
+        taken = min(wanted, self._budget)
+        if taken < wanted:
+            taken -= (done + taken) % STATE_CHUNK_TOKENS
+            if taken <= 0:
+                self._budget = 0
+                return 0
+        self._budget -= taken
+        return taken
+
+    def _own_slot(self, request: Request) -> int:
+        if request.slot is None:
+            request.slot = self._slots.acquire(request.request_id)
+        return request.slot
+
+    def _own_kv(self, request: Request, parent: KVSegment | None) -> KVSegment:
+        if request.kv is None:
+            request.kv = self._kv_rows.new_segment(parent)
+        return request.kv
+
+    def _checkpoint_kv(self, checkpoint: Checkpoint, parent: KVSegment | None) -> KVSegment:
+        if checkpoint.kv is None:
+            checkpoint.kv = self._kv_rows.new_segment(parent)
+        return checkpoint.kv
+
+    def _append(
+        self,
+        request: Request,
+        kv: KVSegment,
+        start: int,
+        stop: int,
+        source: int,
+        destination: int,
+        parent: int = -1,
+        publishes: Checkpoint | None = None,
+    ) -> int:
+        kv_before = len(kv)
+        self._kv_rows.extend(kv, stop - start)
+        depth = self._pieces[parent].depth + 1 if parent >= 0 else 0
+        self._pieces.append(Piece(request, start, stop, parent, source, destination, kv, kv_before, depth, publishes))
+        return len(self._pieces) - 1

@@ -1,0 +1,132 @@
+"""GatedDeltaNet and attention layers that run a packed batch when they are handed one.
+
+Each class is its transformers parent until ``cache`` is a :class:`PackedCache`, so unmarked calls, training, compiled
+and exported models take the parent's own path.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+import ckpt_ops
+
+from .attention import packed_attention
+from .batch import PackedBatch
+from .errors import CheckpointRuntimeError
+from .pools import KVPools, StatePools
+
+ATTENTION_NAME = "ckpt_hf_packed"
+
+
+class PackedCache:
+    """What the layers of one step see in place of transformers' cache: the batch and the pools that it addresses."""
+
+    def __init__(self, batch: PackedBatch, states: StatePools, kv: KVPools) -> None:
+        self.batch = batch
+        self.states = states
+        self.kv = kv
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+        """Store the step's keys and values ``[1, H_kv, T, D]``; hand this cache on to the attention function."""
+        if kwargs is None:
+            raise CheckpointRuntimeError("the attention layer did not pass its keyword arguments to the cache")
+        self.kv.write(layer, self.batch.attention.write_rows, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        kwargs["packed_cache"] = self
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given explicitly, so no length is added to them."""
+        return 0
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed_cache: PackedCache | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query ``[1, H_q, T, D]``, output ``[1, T, H_q, D]``."""
+    if packed_cache is None:
+        raise CheckpointRuntimeError(f"attention {ATTENTION_NAME!r} only serves packed batches of a patched model")
+    scale = module.head_dim**-0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    output = packed_attention(
+        query[0].transpose(0, 1), packed_cache.kv, layer, packed_cache.batch.attention, float(scale)  # type: ignore[arg-type]
+    )
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)
+
+
+class PackedAttentionMixin:
+    """An attention layer that sends packed batches to :func:`packed_attention_forward`."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        """As the parent's."""
+        if not isinstance(cache, PackedCache):
+            if cache is not None:
+                kwargs["cache"] = cache
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        # A view of this module with another configuration: it shares all parameters, hooks nothing and lives for one
+        # call, so that neither this module nor a concurrent call on it sees the packed attention's name.
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.__dict__["config"] = _packed_config(self.config)  # type: ignore[attr-defined]
+        return super(PackedAttentionMixin, view).forward(hidden_states, *args, cache=cache, **kwargs)  # type: ignore[misc]
+
+
+def _packed_config(config: Any) -> Any:
+    packed = copy.copy(config)
+    packed.__dict__["_attn_implementation_internal"] = ATTENTION_NAME
+    return packed
+
+
+class PackedGatedDeltaNetMixin:
+    """A GatedDeltaNet layer that runs packed batches through ``ckpt_ops``."""
+
+    layer_idx: int
+
+    def forward(self, hidden_states: Tensor, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        """As the parent's."""
+        if isinstance(cache, PackedCache):
+            return self._packed_forward(hidden_states, cache)
+        if cache is not None:
+            kwargs["cache"] = cache
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def _packed_forward(self: Any, hidden_states: Tensor, cache: PackedCache) -> Tensor:
+        tokens = hidden_states.shape[1]
+        mixed = self.in_proj_qkv(hidden_states)[0]
+        beta = self.in_proj_b(hidden_states)[0].sigmoid()
+        # In half precision a decay rate read without the cast can overflow.
+        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states)[0].float() + self.dt_bias)
+        mixed = self._convolve(mixed, cache)
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        query = query.view(tokens, self.num_k_heads, self.head_k_dim)
+        key = key.view(tokens, self.num_k_heads, self.head_k_dim)
+        value = value.view(tokens, self.num_v_heads, self.head_v_dim)
+        states, batch = cache.states.recurrent[self.layer_idx], cache.batch
+        if batch.table is None:
+            output = ckpt_ops.gdn_decode(query, key, value, decay, beta, states, batch.slots)
+        else:
+            output = ckpt_ops.two_phase_gdn_prefill(query, key, value, decay, beta, states, batch.table)
+        gate = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
+        normed = self.norm(output.reshape(-1, self.head_v_dim), gate)
+        return self.out_proj(normed.reshape(1, tokens, -1))
+
+    def _convolve(self: Any, mixed: Tensor, cache: PackedCache) -> Tensor:
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        states, batch = cache.states.conv[self.layer_idx], cache.batch
+        if batch.table is None:
+            return ckpt_ops.causal_conv1d_decode(mixed, weight, bias, states, batch.slots, activation="silu")
+        return ckpt_ops.causal_conv1d_prefill(mixed, weight, bias, states, batch.table, activation="silu")

@@ -1,0 +1,203 @@
+"""The decoding loop: transformers' own processors, criteria and streamers over packed steps.
+
+The order of operations is that of transformers' sampling loop, so that the same logits, seed and settings give the
+same tokens; only the forward is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from .export import export_cache
+from .prompts import Prompt
+from .requests import Request
+from .runner import ModelRunner
+from .stats import report_row
+
+
+class MarkerSuppressor(LogitsProcessor):
+    """Keeps the marker from being generated where the model's vocabulary has room for its id."""
+
+    def __init__(self, marker: int) -> None:
+        self.marker = marker
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores ``[B, V]`` without the marker."""
+        scores[:, self.marker] = -torch.inf
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """What one ``generate`` call hands through transformers to the loop.
+
+    Attributes:
+        runner: the model's runner, locked by the caller.
+        prompts: one a row of the caller's batch.
+        salt: keeps this caller's checkpoints apart from others'.
+        streamer: transformers' streamer or None.
+        caller_ids: the caller's ids as they came, expanded like the batch when the loop starts.
+    """
+
+    runner: ModelRunner
+    prompts: tuple[Prompt, ...]
+    salt: str
+    streamer: Any
+    caller_ids: Tensor
+
+
+def sample_packed(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    packed_call: PackedCall,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """transformers' decoding method for packed calls; see ``GenerationMixin.generate(custom_generate=...)``.
+
+    Args:
+        model: the patched model.
+        input_ids: ``[B, L]`` stripped, left-padded and expanded prompts.
+        logits_processor, stopping_criteria, generation_config: as transformers prepared them.
+        packed_call: the rest of the call.
+
+    Returns:
+        Token ids ``[B, L + new]``, or transformers' output object when ``return_dict_in_generate`` is set.
+    """
+    runner = packed_call.runner
+    requests = _requests(packed_call, input_ids.shape[0] // len(packed_call.prompts))
+    try:
+        for request in requests:
+            runner.scheduler.add(request)
+        loop = _DecodingLoop(requests, packed_call, logits_processor, stopping_criteria, generation_config)
+        return loop.run(input_ids)
+    finally:
+        runner.finish(requests)
+        _count(packed_call, requests)
+
+
+def _requests(call: PackedCall, copies: int) -> list[Request]:
+    """One request a row; the rows that repeat one prompt share all of it."""
+    identity = call.runner.identity()
+    requests = []
+    for prompt in call.prompts:
+        ends = len(prompt.token_ids)
+        repeated = copies > 1 and ends not in prompt.boundaries
+        boundaries = (*prompt.boundaries, ends) if repeated else prompt.boundaries
+        ephemeral = frozenset({ends}) if repeated else frozenset()
+        for _ in range(copies):
+            requests.append(
+                call.runner.new_request(prompt.token_ids, boundaries, identity, call.salt, ephemeral)
+            )
+    return requests
+
+
+def _count(call: PackedCall, requests: Sequence[Request]) -> None:
+    copies = len(requests) // len(call.prompts)
+    reports = [report_row(r, call.prompts[i // copies].notes) for i, r in enumerate(requests)]
+    stats = call.runner.stats
+    stats.calls += 1
+    stats.requests += len(requests)
+    stats.prompt_tokens += sum(r.prompt_tokens for r in reports)
+    stats.cached_tokens += sum(r.cached_tokens for r in reports)
+    stats.computed_tokens += sum(r.computed_tokens for r in reports)
+    stats.generated_tokens += sum(len(r.token_ids) - r.prompt_tokens for r in requests)
+    stats.last_rows = tuple(reports)
+
+
+class _DecodingLoop:
+    """One call's loop; rows advance together so that random numbers are drawn as transformers draws them."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        call: PackedCall,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+    ) -> None:
+        self.requests = requests
+        self.runner = call.runner
+        self.call = call
+        self.logits_processor = logits_processor
+        self.stopping_criteria = stopping_criteria
+        self.config = generation_config
+        self.returns_dict = generation_config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if self.returns_dict and generation_config.output_scores else None
+        self.raw_logits: tuple[Tensor, ...] | None = (
+            () if self.returns_dict and generation_config.output_logits else None
+        )
+
+    def run(self, input_ids: Tensor) -> GenerateDecoderOnlyOutput | Tensor:
+        prompt_width = input_ids.shape[1]
+        streamer = self.call.streamer
+        if streamer is not None:
+            copies = len(self.requests) // len(self.call.prompts)
+            streamer.put(self.call.caller_ids.repeat_interleave(copies, dim=0).cpu())
+        unfinished = torch.ones(len(self.requests), dtype=torch.long, device=input_ids.device)
+        prefilled = self.runner.prefill()
+        logits = torch.stack([prefilled.pop(r) for r in self.requests])
+        while True:
+            next_tokens = self._choose(input_ids, logits, unfinished)
+            input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
+            if streamer is not None:
+                streamer.put(next_tokens.cpu())
+            running = unfinished.bool()
+            unfinished = unfinished & ~self.stopping_criteria(input_ids, self.scores)
+            tokens, was_running, runs = torch.stack([next_tokens, running, unfinished.bool()]).tolist()
+            active = self._advance(tokens, was_running, runs)
+            if not active:
+                break
+            decoded = self.runner.decode([self.requests[i] for i in active])
+            if len(active) == len(self.requests):
+                logits = decoded
+            else:
+                logits[active] = decoded
+        if streamer is not None:
+            streamer.end()
+        if not self.returns_dict:
+            return input_ids
+        starts = [prompt_width - r.prompt_tokens for r in self.requests]
+        cache = export_cache(self.runner, self.requests, starts, input_ids.shape[1] - 1)
+        return GenerateDecoderOnlyOutput(sequences=input_ids, scores=self.scores, logits=self.raw_logits, cache=cache)
+
+    def _choose(self, input_ids: Tensor, logits: Tensor, unfinished: Tensor) -> Tensor:
+        next_logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
+        scores = self.logits_processor(input_ids, next_logits)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.raw_logits is not None:
+            self.raw_logits += (next_logits,)
+        if self.config.do_sample:
+            probabilities = torch.softmax(scores, dim=-1)
+            next_tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        else:
+            next_tokens = torch.argmax(scores, dim=-1)
+        if any(hasattr(criterion, "eos_token_id") for criterion in self.stopping_criteria):
+            pad = self.config._pad_token_tensor.to(input_ids.device)
+            next_tokens = next_tokens * unfinished + pad * (1 - unfinished)
+        return next_tokens
+
+    def _advance(self, tokens: list[int], was_running: list[int], runs: list[int]) -> list[int]:
+        """Append the new tokens and end the rows that stop here; the rows that go on."""
+        active = []
+        for i, request in enumerate(self.requests):
+            if not was_running[i]:
+                continue
+            request.token_ids.append(tokens[i])
+            if runs[i]:
+                active.append(i)
+            elif not self.returns_dict:
+                self.runner.scheduler.finish(request)
+        return active

@@ -1,0 +1,214 @@
+"""Decides which tokens run in the next step, who produces a checkpoint, who starts from one, and who waits.
+
+Rules of one step. A prefill piece ends exactly at the next boundary of its request. A checkpoint that becomes complete
+within the step can be continued in the same step; one that will not is waited for. Checkpoints become ready when the
+step has committed, and not before. A request holds neither slot nor reservation while it waits, and one that holds
+reservations never waits, so no two requests can wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .draft import STATE_CHUNK_TOKENS, PlanDraft
+from .errors import CheckpointRuntimeError, CheckpointValueError
+from .index import Checkpoint, CheckpointIndex, CheckpointStatus
+from .kv import KVRows
+from .plan import StepPlan
+from .requests import Request, RequestStatus
+from .slots import SlotAllocator
+
+
+class Scheduler:
+    """Pure bookkeeping of requests; it never sees a tensor.
+
+    Args:
+        index: checkpoints of this model.
+        slots: owners of the state rows.
+        kv_rows: owners of the key/value rows.
+        max_batch_tokens: prompt tokens of one step.
+    """
+
+    def __init__(self, index: CheckpointIndex, slots: SlotAllocator, kv_rows: KVRows, max_batch_tokens: int) -> None:
+        self.index = index
+        self.slots = slots
+        self.kv_rows = kv_rows
+        self.max_batch_tokens = max(max_batch_tokens, STATE_CHUNK_TOKENS)
+        self._requests: dict[int, Request] = {}
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Requests that have not finished, in order of arrival."""
+        return tuple(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Take a request in.
+
+        Raises:
+            CheckpointValueError: the prompt is empty, the id is taken, or a boundary lies outside the prompt.
+        """
+        if not request.token_ids:
+            raise CheckpointValueError(f"token_ids of request {request.request_id} are empty; a prompt needs a token")
+        if request.request_id in self._requests:
+            raise CheckpointValueError(f"request_id {request.request_id} is already scheduled")
+        bounds = (0, *request.boundaries, request.prompt_tokens + 1)
+        if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise CheckpointValueError(
+                f"boundaries {request.boundaries} of request {request.request_id} must increase and lie between 1 and "
+                f"{request.prompt_tokens}"
+            )
+        self._requests[request.request_id] = request
+        request.demanded = set(request.keys)
+        self.index.demand.update(request.demanded)
+
+    def plan_prefill(self) -> StepPlan | None:
+        """The next step of prompt tokens, or None when every prompt has been computed."""
+        pending = [r for r in self._requests.values() if r.status is not RequestStatus.DECODE]
+        if not pending:
+            return None
+        draft = PlanDraft(self.slots, self.kv_rows, self.max_batch_tokens)
+        for request in pending:
+            self._schedule_prefill(request, draft)
+        plan = draft.build(decode=False)
+        if not plan.pieces and not plan.logits:
+            raise CheckpointRuntimeError(
+                f"no progress: {len(pending)} requests wait for checkpoints that nobody computes"
+            )
+        return plan
+
+    def plan_decode(self, request_ids: Iterable[int]) -> StepPlan:
+        """One token for each of the given requests, all of which must have been prefilled."""
+        draft = PlanDraft(self.slots, self.kv_rows, self.max_batch_tokens)
+        for request_id in request_ids:
+            draft.add_decode(self._requests[request_id])
+        return draft.build(decode=True)
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step ran: advance its requests and publish what it wrote."""
+        for piece in plan.pieces:
+            request = piece.request
+            request.position = piece.stop
+            request.computed_tokens += piece.length
+            if piece.publishes is not None:
+                self.index.publish(piece.publishes)
+                request.reserved.pop(piece.stop, None)
+            if piece.destination == request.slot:
+                request.state_in_slot = True
+                self._lease(request, None)
+            elif piece.publishes is not None:
+                request.state_in_slot = False
+                self._lease(request, piece.publishes)
+        for piece in plan.pieces:
+            self._settle_demand(piece.request)
+        for wanted in plan.logits:
+            request = wanted.request
+            if request.status is not RequestStatus.PREFILL:
+                continue
+            if request.decode:
+                request.move(RequestStatus.DECODE)
+            else:
+                self.finish(request)
+        if not plan.decode:
+            self.index.enforce_limits()
+
+    def rollback(self, plan: StepPlan) -> None:
+        """The step failed: nothing that it wrote may be read. Its prompts wait again, their checkpoints are absent."""
+        requests = {piece.request for piece in plan.pieces} | {w.request for w in plan.logits}
+        restarted = [r for r in requests if r.status is RequestStatus.PREFILL]
+        for request in restarted:
+            self._lease(request, None)
+        for request in restarted:
+            self._free(request)
+            request.move(RequestStatus.WAITING)
+            request.position = request.cached_tokens = 0
+
+    def finish(self, request: Request) -> None:
+        """End a request in whatever state it is and free all that it holds. Its unready checkpoints become absent."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        request.move(RequestStatus.FINISHED)
+        del self._requests[request.request_id]
+        self._lease(request, None)
+        self._free(request)
+        self._drop_demand(request, request.demanded)
+        self.index.enforce_limits()
+
+    def _free(self, request: Request) -> None:
+        for checkpoint in request.reserved.values():
+            if checkpoint.status is CheckpointStatus.UNREADY:
+                self.index.drop(checkpoint)
+        request.reserved.clear()
+        request.lacks_logits = None
+        if request.kv is not None:
+            self.kv_rows.release(request.kv)
+            request.kv = None
+        if request.slot is not None:
+            self.slots.release(request.slot, request.request_id)
+            request.slot = None
+        request.state_in_slot = False
+
+    def _schedule_prefill(self, request: Request, draft: PlanDraft) -> None:
+        if request.status in (RequestStatus.WAITING, RequestStatus.DEFERRED):
+            if not draft.has_budget:
+                return
+            found = self._find_start(request, draft)
+            if found is None:
+                if request.status is RequestStatus.WAITING:
+                    request.move(RequestStatus.DEFERRED)
+                return
+            request.move(RequestStatus.PREFILL)
+            position, checkpoint = found
+            request.position = request.cached_tokens = position
+            if checkpoint is not None:
+                self.index.touch(checkpoint)
+                self._lease(request, checkpoint)
+            self._reserve(request)
+        draft.add_prefill(request)
+
+    def _find_start(self, request: Request, draft: PlanDraft) -> tuple[int, Checkpoint | None] | None:
+        """The deepest boundary to start from and its checkpoint; None when it is worth waiting for another request."""
+        for boundary, key in zip(reversed(request.boundaries), reversed(request.keys), strict=True):
+            checkpoint = self.index.find(key, request.token_ids[:boundary])
+            if checkpoint is None:
+                request.reasons[boundary] = self.index.why_absent(key)
+                continue
+            ready = checkpoint.status is CheckpointStatus.READY
+            if not ready and not draft.completes(checkpoint):
+                request.reasons[boundary] = "unready"
+                return None
+            if boundary == request.prompt_tokens and ready and checkpoint.logits is None:
+                request.reasons[boundary] = "saved without the logits that a prompt ending here needs"
+                request.lacks_logits = checkpoint
+                continue
+            request.reasons.pop(boundary, None)
+            return boundary, checkpoint
+        return 0, None
+
+    def _reserve(self, request: Request) -> None:
+        for boundary, key in zip(request.boundaries, request.keys, strict=True):
+            if boundary > request.position:
+                checkpoint = self.index.reserve(
+                    key, request.token_ids[:boundary], request.request_id, boundary in request.ephemeral
+                )
+                if checkpoint is not None:
+                    request.reserved[boundary] = checkpoint
+
+    def _lease(self, request: Request, checkpoint: Checkpoint | None) -> None:
+        """Hold the checkpoint that the request's next piece starts from; None lets go of the last one."""
+        if checkpoint is not None:
+            checkpoint.leases += 1
+        if request.base is not None:
+            request.base.leases -= 1
+        request.base = checkpoint
+
+    def _settle_demand(self, request: Request) -> None:
+        passed = {k for b, k in zip(request.boundaries, request.keys, strict=True) if b <= request.position}
+        if request.state_in_slot:
+            self._drop_demand(request, passed & request.demanded)
+
+    def _drop_demand(self, request: Request, keys: set[bytes]) -> None:
+        for key in keys:
+            self.index.demand[key] -= 1
+            if not self.index.demand[key]:
+                del self.index.demand[key]
+        request.demanded = request.demanded - keys

@@ -1,0 +1,1 @@
+"""Triton kernels; imported by :mod:`ckpt_ops.launch` only."""

@@ -1,0 +1,131 @@
+"""The part of the chunked delta rule that no state enters: one program for each chunk of each value head.
+
+With ``G`` the inclusive sum of log gates within the chunk, ``rk``, ``rq`` the inverse L2 norms (arXiv 2412.06464,
+section 3.3; UT transform: arXiv 2406.06484)::
+
+    L_ij = beta_i exp(G_i - G_j) rk_i rk_j k_i.k_j  (j < i)      T = (I + L)^-1 diag(beta)
+    A_ij = scale exp(G_i - G_j) rq_i rk_j q_i.k_j   (j <= i)
+
+Keys and queries are used as they came, exact in their dtype, and the norms go into T's system, A and three vectors, so
+normalised copies are never rounded or stored. ``I + L`` is inverted in two steps: its four 16 x 16 diagonal blocks by
+forward substitution in fp32 (product forms lose two digits on correlated keys), then, with ``D`` those blocks and
+``N = D^-1 (I + L - D)`` strictly block lower, so ``N^4 = 0``: ``(I + L)^-1 = (I - N)(I + N^2) D^-1``. Entries are
+bounded by 1, so half precision inputs use fp16 operands there, which have three bits more than bf16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ckpt_ops.kernels.common import find_segment
+
+
+@triton.jit
+def invert_unit_lower(lower, BT: tl.constexpr, OPERAND: tl.constexpr):
+    """``(I + lower)^-1`` for a strictly lower triangular fp32 ``[BT, BT]``, BT = 64."""
+    SIZE: tl.constexpr = 16
+    COUNT: tl.constexpr = BT // SIZE
+    tiles = tl.reshape(lower, (COUNT, SIZE, COUNT, SIZE))
+    block = tl.arange(0, COUNT)
+    on_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    corner = tl.sum(tl.where(on_diagonal, tiles, 0.0), axis=2)  # [COUNT, SIZE, SIZE]
+    row = tl.arange(0, SIZE)
+    at_row = row[None, :, None]
+    inverse = tl.where(at_row == row[None, None, :], 1.0, 0.0) + tl.zeros((COUNT, SIZE, SIZE), tl.float32)
+    for i in range(1, SIZE):
+        factors = tl.sum(tl.where(at_row == i, corner, 0.0), axis=1)  # [COUNT, SIZE], row i of each block
+        change = tl.sum(factors[:, :, None] * inverse, axis=1)
+        inverse = tl.where(at_row == i, inverse - change[:, None, :], inverse)
+    diagonal = tl.where(on_diagonal, inverse[:, :, None, :], 0.0)
+    diagonal = tl.reshape(diagonal, (BT, BT))
+    outside = tl.reshape(tl.where(on_diagonal, 0.0, tiles), (BT, BT))
+    start = diagonal.to(OPERAND)
+    nilpotent = tl.dot(start, outside.to(OPERAND), input_precision="ieee")
+    factor = nilpotent.to(OPERAND)
+    square = tl.dot(factor, factor, input_precision="ieee").to(OPERAND)
+    partial = diagonal + tl.dot(square, start, input_precision="ieee")
+    return partial - tl.dot(factor, partial.to(OPERAND), input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def intra_kernel(
+    q,
+    k,
+    g,
+    beta,
+    cu_seqlens,
+    vectors,
+    solve,
+    attend,
+    num_segments,
+    q_stride,
+    k_stride,
+    g_stride,
+    beta_stride,
+    scale,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    BK: tl.constexpr,
+    BT: tl.constexpr,
+    MIN_LOG_GATE: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    SOLVE_OPERAND: tl.constexpr,
+):
+    """Grid ``(T // BT + N, H_v)``.
+
+    Args:
+        q, k: ``[T, H_k, D_k]``, token strides ``q_stride``, ``k_stride``, contiguous within a token.
+        g, beta: ``[T, H_v]`` any float dtype, token strides ``g_stride``, ``beta_stride``.
+        cu_seqlens: int32 ``[N + 1]``.
+        vectors: fp32 ``[chunks, H_v, 4, BT]``, written: ``rk exp(G)``, ``scale rq exp(G)``, ``rk exp(G_C - G)`` and
+            ``exp(G_C)`` in every place.
+        solve, attend: ``[chunks, H_v, BT, BT]`` in q's dtype, written: T and A, row-major.
+        scale: fp32.
+        SOLVE_OPERAND: dtype of the operands of the products in the inverse.
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    segment = find_segment(cu_seqlens, num_segments, chunk, BT)
+    start = tl.load(cu_seqlens + segment)
+    end = tl.load(cu_seqlens + segment + 1)
+    first = start + (chunk - (start // BT + segment)) * BT
+    if first >= end:
+        return
+    lane = tl.arange(0, BT)
+    valid = lane < end - first
+    token = (first + lane).to(tl.int64)
+    dim = tl.arange(0, BK)
+    key_head = head // (HV // HK)
+    inside = valid[:, None] & (dim < DK)[None, :]
+    keys = tl.load(k + token[:, None] * k_stride + key_head * DK + dim[None, :], mask=inside, other=0.0)
+    queries = tl.load(q + token[:, None] * q_stride + key_head * DK + dim[None, :], mask=inside, other=0.0)
+    gate = tl.load(g + token * g_stride + head, mask=valid, other=0.0).to(tl.float32)
+    strength = tl.load(beta + token * beta_stride + head, mask=valid, other=0.0).to(tl.float32)
+
+    wide = keys.to(tl.float32)
+    key_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS)
+    wide = queries.to(tl.float32)
+    query_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS) * scale
+    gate = tl.maximum(gate, MIN_LOG_GATE)
+    total = tl.cumsum(gate, axis=0)
+    final = tl.sum(gate, axis=0)
+
+    earlier = lane[:, None] >= lane[None, :]
+    decay = tl.where(earlier, tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0)), 0.0) * key_norm[None, :]
+    products = tl.dot(keys, tl.trans(keys), input_precision="ieee")
+    lower = products * decay * (strength * key_norm)[:, None]
+    lower = tl.where(lane[:, None] > lane[None, :], lower, 0.0)
+    inverse = invert_unit_lower(lower, BT, SOLVE_OPERAND)
+
+    place = chunk.to(tl.int64) * HV + head
+    tile = place * (BT * BT) + lane[:, None] * BT + lane[None, :]
+    tl.store(solve + tile, (inverse * strength[None, :]).to(solve.dtype.element_ty))
+    products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    tl.store(attend + tile, (products * decay * query_norm[:, None]).to(attend.dtype.element_ty))
+    vector = vectors + place * (4 * BT) + lane
+    reach = tl.exp(total)
+    tl.store(vector, key_norm * reach)
+    tl.store(vector + BT, query_norm * reach)
+    tl.store(vector + 2 * BT, key_norm * tl.exp(tl.minimum(final - total, 0.0)))
+    tl.store(vector + 3 * BT, tl.exp(final) + tl.zeros((BT,), tl.float32))
