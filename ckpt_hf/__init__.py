@@ -1,8 +1,9 @@
 """Recurrent-state checkpoints for hybrid Gated DeltaNet models in transformers."""
 
 from .config import CheckpointConfig
+from .encode import encode, encode_chat
 from .errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError, CheckpointWarning
-from .markers import MARKER, escape, register_marker
+from .markers import MARKER, contains_marker, escape, marker_id, register_marker
 from .patching import clear, patch, reset_stats, stats, unpatch
 from .stats import CheckpointStats, RowReport
 
@@ -16,7 +17,11 @@ __all__ = [
     "CheckpointWarning",
     "RowReport",
     "clear",
+    "contains_marker",
+    "encode",
+    "encode_chat",
     "escape",
+    "marker_id",
     "patch",
     "register_marker",
     "reset_stats",

@@ -116,7 +116,13 @@ def packed_attention(query: Tensor, pools: KVPools, layer: int, plan: AttentionP
         k = keys[group.rows].transpose(0, 1).unsqueeze(0)
         v = values[group.rows].transpose(0, 1).unsqueeze(0)
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         output[group.queries] = attended[0].transpose(0, 1)
     return output
@@ -148,12 +154,8 @@ def _varlen_call(
         options["window_size"] = (-1, 0) if call.causal else (-1, -1)
     else:
         options["is_causal"] = call.causal
+    # Before the parameter existed (torch 2.11) the kernel took grouped heads as they are.
     if "enable_gqa" in _VARLEN_PARAMETERS:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    elif q.shape[1] != k.shape[1]:
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    output, lse = varlen_attn(
-        q, k, v, call.cu_queries, call.cu_rows, call.max_queries, call.max_rows, **options
-    )
+    output, lse = varlen_attn(q, k, v, call.cu_queries, call.cu_rows, call.max_queries, call.max_rows, **options)
     return output, lse if lse.shape == q.shape[:2] and lse.shape[0] != lse.shape[1] else lse.transpose(0, 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
-from ckpt_hf.errors import CheckpointValueError
-from ckpt_hf.seams import common_length
+from .errors import CheckpointValueError
+from .seams import common_length
 
 # Two continuations that differ from their first character: where they agree, what the next user says does not matter.
 _PROBES = ("0", "x")
@@ -29,11 +29,13 @@ def read_conversations(conversations: Any, checkpoint_after: Any) -> tuple[list[
     """
     if isinstance(conversations, (str, Mapping)) or not isinstance(conversations, Sequence) or not conversations:
         raise CheckpointValueError("conversations must be a list of messages or a list of such lists, and not empty")
-    single = isinstance(conversations[0], Mapping)
-    chats = [list(conversations)] if single else [list(getattr(chat, "messages", chat)) for chat in conversations]
-    for row, chat in enumerate(chats):
-        if not chat or not all(isinstance(message, Mapping) for message in chat):
+    batch = [conversations] if isinstance(conversations[0], Mapping) else conversations
+    chats: list[list[Any]] = []
+    for row, chat in enumerate(batch):
+        chat = getattr(chat, "messages", chat)
+        if not isinstance(chat, Sequence) or not chat or not all(isinstance(message, Mapping) for message in chat):
             raise CheckpointValueError(f"conversation {row} must be a list of messages (dicts), and not empty")
+        chats.append(list(chat))
     return chats, [_indices(chat, wanted, row) for row, (chat, wanted) in enumerate(_spread(chats, checkpoint_after))]
 
 
@@ -89,7 +91,7 @@ def _try_render(
     """Render without a generation prompt; a template may refuse a conversation with an exception of any type."""
     try:
         return render_chat(tokenizer, messages, False, settings), None
-    except Exception as refusal:  # noqa: BLE001
+    except Exception as refusal:
         return None, refusal
 
 
@@ -110,10 +112,9 @@ def _spread(chats: list[list[Any]], checkpoint_after: Any) -> list[tuple[list[An
 def _indices(chat: list[Any], wanted: list[Any], row: int) -> list[int]:
     found = set()
     for value in wanted:
-        try:
-            index = operator.index(value)
-        except TypeError as error:
-            raise CheckpointValueError(f"checkpoint_after must hold integers, got {type(value).__name__}") from error
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise CheckpointValueError(f"checkpoint_after must hold integers, got {type(value).__name__}")
+        index = operator.index(value)
         if not -len(chat) <= index < len(chat):
             raise CheckpointValueError(
                 f"checkpoint_after {index} is outside conversation {row} of {len(chat)} messages; "

@@ -74,6 +74,9 @@ class PlanDraft:
                 checkpoint.slot = self._slots.acquire(checkpoint.key)
             parent = self._append(request, kv, at, stop, source, checkpoint.slot, parent, checkpoint)
             self._completed[checkpoint] = parent
+            if source >= 0 and source == request.slot:
+                # This step still reads the slot, so nothing in it may write there; the request goes on in another.
+                request.retired_slot, request.slot = request.slot, None
             source, before, at, base = -1, checkpoint.kv, stop, checkpoint
         self._end_at_boundary(request, base, parent, source)
 
@@ -102,7 +105,9 @@ class PlanDraft:
             self._logits.append(LogitsWanted(request, checkpoint=base))
         if request.decode:
             kv = self._own_kv(request, base.kv)
-            self._append(request, kv, request.prompt_tokens, request.prompt_tokens, source, self._own_slot(request), parent)
+            self._append(
+                request, kv, request.prompt_tokens, request.prompt_tokens, source, self._own_slot(request), parent
+            )
 
     def _take_budget(self, wanted: int, done: int) -> int:
         """Tokens of ``wanted`` that fit, cut on the state grid when not all do; ``done`` lie behind on that grid."""

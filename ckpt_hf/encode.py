@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers import BatchEncoding
 
-from ckpt_hf.chat_cuts import chat_cuts, read_conversations, render_chat
-from ckpt_hf.errors import CheckpointRuntimeError, CheckpointValueError, CheckpointWarning
-from ckpt_hf.markers import MARKER, marker_id
-from ckpt_hf.plain_text import without_marker
-from ckpt_hf.seams import align_boundaries, token_boundaries, tokenized_texts
+from .chat_cuts import chat_cuts, read_conversations, render_chat
+from .errors import CheckpointRuntimeError, CheckpointValueError, CheckpointWarning
+from .markers import MARKER, marker_id
+from .plain_text import without_marker
+from .seams import align_boundaries, token_boundaries, tokenized_texts
 
 _FILLING = -1
 
@@ -129,7 +129,7 @@ def _encode_cut(
         "add_special_tokens": add_special_tokens,
         "return_attention_mask": True,
     }
-    batch = tokenizer(texts, **settings)
+    batch: BatchEncoding = tokenizer(texts, **settings)
     if marker is not None and _holds(batch, marker):
         tokenizer = without_marker(tokenizer)
         batch = tokenizer(texts, **settings)
@@ -144,7 +144,8 @@ def _encode_cut(
     boundaries = [token_boundaries(tokenizer, row, row_cuts) for row, row_cuts in zip(rows, cuts, strict=True)]
     align_boundaries(rows, cuts, boundaries)
     batch["checkpoint_positions"] = _filled(boundaries)
-    return batch.convert_to_tensors(return_tensors)
+    result: BatchEncoding = batch.convert_to_tensors(return_tensors)
+    return result
 
 
 def _holds(batch: BatchEncoding, marker: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
@@ -47,8 +48,8 @@ SUPPORTED_MODELS: tuple[type[nn.Module], ...] = (dense.Qwen3_5ForCausalLM, moe.Q
 class ModelLayers:
     """The layers of one model that hold state, by layer index."""
 
-    gdn: dict[int, nn.Module]
-    attention: dict[int, nn.Module]
+    gdn: dict[int, Any]
+    attention: dict[int, Any]
 
     def shapes(self) -> LayerShapes:
         """Row shapes of the model's pools."""
@@ -69,7 +70,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
         names = ", ".join(cls.__name__ for cls in SUPPORTED_MODELS)
         raise CheckpointValueError(f"model is a {type(model).__name__}; supported are {names}")
     bases = tuple(PACKED_CLASSES)
-    stateful = [m for m in model.modules() if isinstance(m, bases)]
+    stateful: list[Any] = [m for m in model.modules() if isinstance(m, bases)]
     gdn = {m.layer_idx: m for m in stateful if hasattr(m, "A_log")}
     attention = {m.layer_idx: m for m in stateful if not hasattr(m, "A_log")}
     if not gdn:
@@ -77,4 +78,4 @@ def find_layers(model: nn.Module) -> ModelLayers:
     for layer in gdn.values():
         if layer.activation != "silu":
             raise CheckpointValueError(f"model's hidden_act is {layer.activation!r}; only 'silu' is supported")
-    return ModelLayers(gdn, attention)  # type: ignore[arg-type]
+    return ModelLayers(gdn, attention)

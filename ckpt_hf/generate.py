@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers.generation import GenerationMode, StopStringCriteria
 
 from .errors import CheckpointValueError, CheckpointWarning
 from .handover import cache_from_checkpoint, check_aligned_arguments, reason_for_handover, strip_keeping_mask
@@ -19,6 +19,7 @@ from .prompts import InteriorPaddingError, Prompt, pad_prompts, read_prompts
 from .runner import ModelRunner, runner_of
 from .sampling import MarkerSuppressor, PackedCall, sample_packed
 
+_PACKED_MODE = GenerationMode.GREEDY_SEARCH
 _POSITIONAL = tuple(inspect.signature(GenerationMixin.generate).parameters)[3:-1]
 
 
@@ -76,7 +77,13 @@ def _stock(model: Any, **kwargs: Any) -> Any:
 
 
 def _generate_marked(
-    model: Any, runner: ModelRunner, input_ids: Any, generation_config: Any, positions: Any, salt: str, kwargs: dict[str, Any]
+    model: Any,
+    runner: ModelRunner,
+    input_ids: Any,
+    generation_config: Any,
+    positions: Any,
+    salt: str,
+    kwargs: dict[str, Any],
 ) -> Any:
     config, model_kwargs = model._prepare_generation_config(generation_config, **kwargs)
     streamer, custom = model_kwargs.pop("streamer", None), model_kwargs.pop("custom_generate", None)
@@ -102,14 +109,18 @@ def _generate_marked(
     kwargs["logits_processor"] = _without_marker(model, runner, kwargs.get("logits_processor"))
     kwargs |= {"inputs": ids, "attention_mask": mask}
     if reason is None:
-        kwargs.pop("streamer", None)
+        for name in ("streamer", "custom_generate"):
+            kwargs.pop(name, None)
         generation_config = _take_stop_strings(config, generation_config, kwargs)
         call = PackedCall(runner, tuple(prompts), salt, streamer, input_ids)
         result = _stock(
             model, generation_config=generation_config, custom_generate=sample_packed, packed_call=call, **kwargs
         )
     else:
-        cache = cache_from_checkpoint(runner, prompts, mode, config.num_beams, salt) if prompts else None
+        # Whatever else keeps the call from the packed loop (a cache of the caller's, a static one, none at all) also
+        # keeps it from the cache made here.
+        startable = prompts and reason_for_handover(model, config, _PACKED_MODE, custom, model_kwargs) is None
+        cache = cache_from_checkpoint(runner, prompts, mode, config.num_beams, salt) if startable else None
         _warn_handover(runner, reason, cache is not None)
         if cache is not None:
             kwargs["cache"] = cache

@@ -112,7 +112,7 @@ def strip_keeping_mask(
     Returns:
         Ids and mask ``[B, L - fewest markers in a row]``.
     """
-    kept = input_ids != marker
+    kept: Tensor = input_ids != marker  # type: ignore[assignment]
     width = int(kept.sum(dim=1).max())
     ids = torch.full((len(input_ids), width), pad_token_id or 0, dtype=input_ids.dtype, device=input_ids.device)
     mask = torch.zeros_like(ids, dtype=attention_mask.dtype)

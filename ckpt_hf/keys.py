@@ -13,7 +13,9 @@ from collections.abc import Sequence
 DIGEST_BYTES = 32
 
 
-def checkpoint_keys(token_ids: Sequence[int], boundaries: Sequence[int], identity: bytes, salt: str) -> tuple[bytes, ...]:
+def checkpoint_keys(
+    token_ids: Sequence[int], boundaries: Sequence[int], identity: bytes, salt: str
+) -> tuple[bytes, ...]:
     """Digests of the prefixes of ``token_ids`` that end at ``boundaries``.
 
     Args:

@@ -10,7 +10,7 @@ import copy
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
 import ckpt_ops
@@ -31,7 +31,9 @@ class PackedCache:
         self.states = states
         self.kv = kv
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, kwargs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values ``[1, H_kv, T, D]``; hand this cache on to the attention function."""
         if kwargs is None:
             raise CheckpointRuntimeError("the attention layer did not pass its keyword arguments to the cache")
@@ -45,7 +47,7 @@ class PackedCache:
 
 
 def packed_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -58,9 +60,8 @@ def packed_attention_forward(
     if packed_cache is None:
         raise CheckpointRuntimeError(f"attention {ATTENTION_NAME!r} only serves packed batches of a patched model")
     scale = module.head_dim**-0.5 if scaling is None else scaling
-    layer: int = module.layer_idx  # type: ignore[assignment]
     output = packed_attention(
-        query[0].transpose(0, 1), packed_cache.kv, layer, packed_cache.batch.attention, float(scale)  # type: ignore[arg-type]
+        query[0].transpose(0, 1), packed_cache.kv, module.layer_idx, packed_cache.batch.attention, scale
     )
     return output.unsqueeze(0), None
 
@@ -116,9 +117,10 @@ class PackedGatedDeltaNetMixin:
         key = key.view(tokens, self.num_k_heads, self.head_k_dim)
         value = value.view(tokens, self.num_v_heads, self.head_v_dim)
         states, batch = cache.states.recurrent[self.layer_idx], cache.batch
-        if batch.table is None:
+        if batch.slots is not None:
             output = ckpt_ops.gdn_decode(query, key, value, decay, beta, states, batch.slots)
         else:
+            assert batch.table is not None
             output = ckpt_ops.two_phase_gdn_prefill(query, key, value, decay, beta, states, batch.table)
         gate = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
         normed = self.norm(output.reshape(-1, self.head_v_dim), gate)
@@ -127,6 +129,7 @@ class PackedGatedDeltaNetMixin:
     def _convolve(self: Any, mixed: Tensor, cache: PackedCache) -> Tensor:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         states, batch = cache.states.conv[self.layer_idx], cache.batch
-        if batch.table is None:
+        if batch.slots is not None:
             return ckpt_ops.causal_conv1d_decode(mixed, weight, bias, states, batch.slots, activation="silu")
+        assert batch.table is not None
         return ckpt_ops.causal_conv1d_prefill(mixed, weight, bias, states, batch.table, activation="silu")

@@ -11,7 +11,9 @@ from __future__ import annotations
 import unicodedata
 from typing import Any
 
-from ckpt_hf.errors import CheckpointValueError
+from tokenizers import AddedToken
+
+from .errors import CheckpointValueError
 
 MARKER = "<|mamba_checkpoint|>"
 
@@ -28,25 +30,23 @@ _ASCII_CONTROLS = {code: None for code in (*range(32), 127) if chr(code) not in 
 def register_marker(tokenizer: Any) -> int:
     """Add the marker to ``tokenizer`` as a special token and return its id.
 
-    Idempotent: a tokenizer that has the marker keeps its id. No model is touched and no embedding resized, so the
-    id may be equal to or larger than the model's vocabulary size.
+    Idempotent: a tokenizer that has the marker keeps its id, and is only made to match the marker's own characters
+    and nothing that a normaliser turns into them. No model is touched and no embedding resized, so the id may be equal
+    to or larger than the model's vocabulary size.
 
     Raises:
-        CheckpointValueError: ``tokenizer`` cannot take special tokens, or still does not read the marker as exactly
-            one token, or reads escaped text as the marker (a normaliser that removes spaces).
+        CheckpointValueError: ``tokenizer`` cannot take special tokens, or still does not read the marker as one token.
     """
     if marker_id(tokenizer) is None or MARKER not in tokenizer.all_special_tokens:
         tokenizer.add_special_tokens({"extra_special_tokens": [MARKER]}, replace_extra_special_tokens=False)
+    elif tokenizer.added_tokens_decoder[marker_id(tokenizer)].normalized:
+        tokenizer.add_tokens([AddedToken(MARKER, normalized=False, special=True)], special_tokens=True)
     registered = marker_id(tokenizer)
-    if registered is None or _plain_ids(tokenizer, MARKER) != [registered]:
+    read = list(tokenizer(MARKER, add_special_tokens=False, split_special_tokens=False)["input_ids"])
+    if registered is None or read != [registered]:
         raise CheckpointValueError(
             f"tokenizer ({type(tokenizer).__name__}) does not read {MARKER!r} as one token after it was added; "
             "a tokenizer that keeps added special tokens whole is needed"
-        )
-    if registered in _plain_ids(tokenizer, escape(MARKER)):
-        raise CheckpointValueError(
-            f"tokenizer ({type(tokenizer).__name__}) reads escaped text as {MARKER!r}, because it removes spaces before "
-            "it looks for special tokens; register the marker with normalized=False"
         )
     return registered
 
@@ -55,14 +55,14 @@ def marker_id(tokenizer: Any) -> int | None:
     """Return the marker's id in ``tokenizer``, or None if it is not registered there."""
     if not hasattr(tokenizer, "get_added_vocab") or not hasattr(tokenizer, "add_special_tokens"):
         raise CheckpointValueError(
-            f"tokenizer must be a transformers tokenizer (not a processor, not a string), got {type(tokenizer).__name__}"
+            f"tokenizer must be a transformers tokenizer (not a processor or a string), got {type(tokenizer).__name__}"
         )
     found = tokenizer.get_added_vocab().get(MARKER)
     return None if found is None else int(found)
 
 
 def contains_marker(text: str) -> bool:
-    """Tell whether ``text`` holds the marker's characters, which the registered token matches exactly."""
+    """Tell whether ``text`` holds the marker's characters, which the token of :func:`register_marker` matches."""
     return MARKER in text
 
 
@@ -108,10 +108,6 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
             f"tokenizer is not the model's: {len(outside)} of its ids lie outside the model's vocabulary, up to "
             f"{index} ({token!r}); ids below vocab_size {vocab_size} are allowed"
         )
-
-
-def _plain_ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"])
 
 
 def _fold(text: str) -> str:

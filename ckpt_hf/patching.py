@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
@@ -16,7 +17,7 @@ from .markers import check_tokenizer, register_marker
 from .runner import RUNNER_ATTRIBUTE, ModelRunner, runner_of
 from .stats import CheckpointStats
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 _ORIGINAL_CLASSES: dict[type[nn.Module], type[nn.Module]] = {packed: base for base, packed in PACKED_CLASSES.items()}
 _PROBE_TOKENS, _PROBE_BOUNDARY = 9, 5
@@ -48,7 +49,9 @@ def patch(model: Model, tokenizer: Any = None, config: CheckpointConfig | None =
     if config is not None and not isinstance(config, CheckpointConfig):
         raise CheckpointValueError(f"config must be a CheckpointConfig or None, got {type(config).__name__}")
     if isinstance(model, nn.Module) and RUNNER_ATTRIBUTE in model.__dict__:
-        raise CheckpointRuntimeError("model is already patched; call ckpt_hf.unpatch(model) first to change its settings")
+        raise CheckpointRuntimeError(
+            "model is already patched; call ckpt_hf.unpatch(model) first to change its settings"
+        )
     layers = find_layers(model)
     _check_placement(model)
     marker = None
@@ -141,7 +144,9 @@ def _verify(model: Any, runner: ModelRunner) -> None:
     try:
         with runner.lock:
             runner.start()
-            request = runner.new_request(token_ids, (_PROBE_BOUNDARY,), b"probe", ephemeral=frozenset({_PROBE_BOUNDARY}))
+            request = runner.new_request(
+                token_ids, (_PROBE_BOUNDARY,), b"probe", ephemeral=frozenset({_PROBE_BOUNDARY})
+            )
             runner.scheduler.add(request)
             try:
                 actual = runner.prefill()[request].float()
@@ -155,6 +160,6 @@ def _verify(model: Any, runner: ModelRunner) -> None:
     error = ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     if not error <= _PROBE_TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
         raise CheckpointRuntimeError(
-            f"the patched model's logits differ from the unpatched model's by {error:.2e} (relative norm) on a probe of "
-            f"{_PROBE_TOKENS} tokens; this version of transformers or this device is not supported"
+            f"the patched model's logits differ from the unpatched model's by {error:.2e} (relative norm) on a "
+            f"probe of {_PROBE_TOKENS} tokens; this version of transformers or this device is not supported"
         )

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from transformers.tokenization_python import Trie
 
-from ckpt_hf.markers import MARKER
+from .markers import MARKER
 
 # Rebuilding a vocabulary of 250,000 takes seconds, so it is done once for each state of a tokenizer.
 _backends: WeakKeyDictionary[Any, tuple[object, Tokenizer]] = WeakKeyDictionary()

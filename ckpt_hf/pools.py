@@ -69,6 +69,7 @@ class StatePools:
                     else:
                         pool[destination].copy_(pool[source])
 
+    @torch.inference_mode(False)  # a pool made in inference mode could not be written to outside of it
     def _resize(self, num_slots: int, kept: Sequence[int] | None) -> None:
         for pools in (self.recurrent, self.conv):
             for layer, pool in pools.items():
@@ -112,6 +113,7 @@ class KVPools:
         self.keys[layer].index_copy_(0, rows, keys)
         self.values[layer].index_copy_(0, rows, values)
 
+    @torch.inference_mode(False)
     def _resize(self, num_rows: int, kept: Sequence[int] | None) -> None:
         for pools in (self.keys, self.values):
             for layer, pool in pools.items():

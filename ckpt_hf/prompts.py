@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ckpt_hf.errors import CheckpointValueError
+from .errors import CheckpointValueError
 
 _NO_POSITION = -1
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -148,7 +148,8 @@ def _check_positions(positions: Any, input_ids: Tensor) -> Tensor | list[list[in
         )
     if positions.device != input_ids.device and positions.device.type != "cpu":
         raise CheckpointValueError(
-            f"checkpoint_positions is on {positions.device}, input_ids on {input_ids.device}; move it there or to the CPU"
+            f"checkpoint_positions is on {positions.device}, input_ids on {input_ids.device}; move it there or to the "
+            "CPU"
         )
     return cast(Tensor, positions)
 
@@ -159,7 +160,7 @@ def _position_lists(positions: Any, batch: int) -> list[list[int]]:
             f"checkpoint_positions must be a tensor, a sequence of sequences or None, got {type(positions).__name__}"
         )
     rows = list(positions)
-    if batch == 1 and not any(isinstance(row, Iterable) for row in rows):
+    if batch == 1 and not any(_is_row(row) for row in rows):
         rows = [rows]
     if len(rows) != batch:
         raise CheckpointValueError(
@@ -171,6 +172,10 @@ def _position_lists(positions: Any, batch: int) -> list[list[int]]:
         raise CheckpointValueError(
             f"checkpoint_positions must be {batch} sequences of integers, or a flat one for a single row: {error}"
         ) from error
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, Iterable) and not (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def _index(value: Any) -> int:
@@ -223,14 +228,20 @@ def _strip(index: int, ids: list[int], mask: list[int] | None, marker_id: int | 
             return [], []
         first, stop = mask.index(1), len(mask) - mask[::-1].index(1)
         ids, mask = ids[first:stop], mask[first:stop]
-        if any(not shown and token != marker_id for token, shown in zip(ids, mask, strict=True)):
+        if 0 in mask and any(not shown and token != marker_id for token, shown in zip(ids, mask, strict=True)):
             raise InteriorPaddingError(
                 f"attention_mask row {index} is 0 between real tokens; pads are allowed at the two ends only"
             )
-    if marker_id is None or marker_id not in ids:
+    if marker_id is None:
         return ids, []
-    at = [position for position, token in enumerate(ids) if token == marker_id]
-    return [token for token in ids if token != marker_id], [position - before for before, position in enumerate(at)]
+    kept: list[int] = []
+    marked, start = [], 0
+    for _ in range(ids.count(marker_id)):
+        place = ids.index(marker_id, start)
+        kept += ids[start:place]
+        marked.append(len(kept))
+        start = place + 1
+    return kept + ids[start:], marked
 
 
 def _notes(marked: list[int], length: int) -> tuple[str, ...]:

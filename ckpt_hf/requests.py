@@ -54,6 +54,7 @@ class Request:
     cached_tokens: int = 0
     computed_tokens: int = 0
     slot: int | None = None
+    retired_slot: int | None = None
     state_in_slot: bool = False
     base: Checkpoint | None = None
     kv: KVSegment | None = None

@@ -49,6 +49,7 @@ class ModelRunner:
         self.stats = CheckpointStats()
         self._ids = itertools.count()
         self.started = False
+        self._placement: tuple[Any, Any] | None = None
         self._weights = b""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRunner:
@@ -139,10 +140,11 @@ class ModelRunner:
             self.scheduler.rollback(plan)
             raise
         results = {}
-        self.scheduler.commit(plan)
-        for wanted in plan.logits:
+        for wanted in plan.logits:  # before the commit, which may evict the checkpoint that holds them
             source = wanted.checkpoint
             results[wanted.request] = rows[wanted.piece] if source is None else source.logits  # type: ignore[index]
+        self.scheduler.commit(plan)
+        for wanted in plan.logits:
             keeper = wanted.store_in
             if keeper is not None and keeper.status is CheckpointStatus.READY and keeper.logits is None:
                 keeper.logits = results[wanted.request].clone()

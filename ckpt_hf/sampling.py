@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,9 +97,7 @@ def _requests(call: PackedCall, copies: int) -> list[Request]:
         boundaries = (*prompt.boundaries, ends) if repeated else prompt.boundaries
         ephemeral = frozenset({ends}) if repeated else frozenset()
         for _ in range(copies):
-            requests.append(
-                call.runner.new_request(prompt.token_ids, boundaries, identity, call.salt, ephemeral)
-            )
+            requests.append(call.runner.new_request(prompt.token_ids, boundaries, identity, call.salt, ephemeral))
     return requests
 
 
@@ -170,7 +168,12 @@ class _DecodingLoop:
             return input_ids
         starts = [prompt_width - r.prompt_tokens for r in self.requests]
         cache = export_cache(self.runner, self.requests, starts, input_ids.shape[1] - 1)
-        return GenerateDecoderOnlyOutput(sequences=input_ids, scores=self.scores, logits=self.raw_logits, cache=cache)
+        return GenerateDecoderOnlyOutput(
+            sequences=cast(Any, input_ids),
+            scores=cast(Any, self.scores),
+            logits=cast(Any, self.raw_logits),
+            cache=cache,
+        )
 
     def _choose(self, input_ids: Tensor, logits: Tensor, unfinished: Tensor) -> Tensor:
         next_logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)

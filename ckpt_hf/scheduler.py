@@ -8,6 +8,7 @@ reservations never waits, so no two requests can wait for each other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from .draft import STATE_CHUNK_TOKENS, PlanDraft
@@ -52,14 +53,13 @@ class Scheduler:
         if request.request_id in self._requests:
             raise CheckpointValueError(f"request_id {request.request_id} is already scheduled")
         bounds = (0, *request.boundaries, request.prompt_tokens + 1)
-        if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if any(a >= b for a, b in itertools.pairwise(bounds)):
             raise CheckpointValueError(
                 f"boundaries {request.boundaries} of request {request.request_id} must increase and lie between 1 and "
                 f"{request.prompt_tokens}"
             )
         self._requests[request.request_id] = request
-        request.demanded = set(request.keys)
-        self.index.demand.update(request.demanded)
+        self._demand_all(request)
 
     def plan_prefill(self) -> StepPlan | None:
         """The next step of prompt tokens, or None when every prompt has been computed."""
@@ -92,6 +92,7 @@ class Scheduler:
             if piece.publishes is not None:
                 self.index.publish(piece.publishes)
                 request.reserved.pop(piece.stop, None)
+                self._release_retired(request)
             if piece.destination == request.slot:
                 request.state_in_slot = True
                 self._lease(request, None)
@@ -112,31 +113,44 @@ class Scheduler:
             self.index.enforce_limits()
 
     def rollback(self, plan: StepPlan) -> None:
-        """The step failed: nothing that it wrote may be read. Its prompts wait again, their checkpoints are absent."""
+        """The step failed: nothing that it wrote may be read. Its prompts wait again, their checkpoints are absent.
+
+        Requests that were decoding end: a decode step advances their states in place, so there is no way back.
+        """
         requests = {piece.request for piece in plan.pieces} | {w.request for w in plan.logits}
-        restarted = [r for r in requests if r.status is RequestStatus.PREFILL]
-        for request in restarted:
-            self._lease(request, None)
-        for request in restarted:
-            self._free(request)
-            request.move(RequestStatus.WAITING)
-            request.position = request.cached_tokens = 0
+        for request in requests:
+            if request.status is RequestStatus.PREFILL:
+                self._restart(request)
+            elif request.status is RequestStatus.DECODE:
+                self.finish(request)
 
     def finish(self, request: Request) -> None:
         """End a request in whatever state it is and free all that it holds. Its unready checkpoints become absent."""
         if request.status is RequestStatus.FINISHED:
             return
         request.move(RequestStatus.FINISHED)
-        del self._requests[request.request_id]
+        if self._requests.get(request.request_id) is request:  # not one that ``add`` refused
+            del self._requests[request.request_id]
         self._lease(request, None)
         self._free(request)
         self._drop_demand(request, request.demanded)
         self.index.enforce_limits()
 
+    def _restart(self, request: Request) -> None:
+        self._lease(request, None)
+        self._free(request)
+        request.move(RequestStatus.WAITING)
+        request.position = request.cached_tokens = 0
+        self._demand_all(request)
+
     def _free(self, request: Request) -> None:
         for checkpoint in request.reserved.values():
-            if checkpoint.status is CheckpointStatus.UNREADY:
-                self.index.drop(checkpoint)
+            if checkpoint.status is not CheckpointStatus.UNREADY:
+                continue
+            # Requests that were to start from it in a step that never ran, with or without a piece in that step.
+            for holder in [r for r in self.requests if r.base is checkpoint]:
+                self._restart(holder)
+            self.index.drop(checkpoint)
         request.reserved.clear()
         request.lacks_logits = None
         if request.kv is not None:
@@ -145,7 +159,13 @@ class Scheduler:
         if request.slot is not None:
             self.slots.release(request.slot, request.request_id)
             request.slot = None
+        self._release_retired(request)
         request.state_in_slot = False
+
+    def _release_retired(self, request: Request) -> None:
+        if request.retired_slot is not None:
+            self.slots.release(request.retired_slot, request.request_id)
+            request.retired_slot = None
 
     def _schedule_prefill(self, request: Request, draft: PlanDraft) -> None:
         if request.status in (RequestStatus.WAITING, RequestStatus.DEFERRED):
@@ -200,6 +220,11 @@ class Scheduler:
         if request.base is not None:
             request.base.leases -= 1
         request.base = checkpoint
+
+    def _demand_all(self, request: Request) -> None:
+        """Before its first token a request may start from any of its boundaries, also when it starts again."""
+        self.index.demand.update(set(request.keys) - request.demanded)
+        request.demanded = set(request.keys)
 
     def _settle_demand(self, request: Request) -> None:
         passed = {k for b, k in zip(request.boundaries, request.keys, strict=True) if b <= request.position}

@@ -2,10 +2,11 @@
 
 A tokenizer reads the whole text, so a token may span a cut. The boundary of a cut is then moved back, to the end of the
 last token that comes from the text before the cut alone. Offsets of fast tokenizers tell which tokens those are, with
-two exceptions in which they are too short: a normaliser that joins characters across the cut ("e" and a combining
+two exceptions in which they end too early: a normaliser that joins characters across the cut ("e" and a combining
 accent become one character, whose offsets are those of the "e"), and post-processors that trim spaces from offsets.
-There, and for tokenizers without offsets, the tokens before the boundary are those that the text before the cut gives
-when it is tokenised alone: whatever follows the cut, they were made from nothing else.
+In the first case the cut itself is moved back to where nothing joins. In the second, and for tokenizers without
+offsets, the tokens before the boundary are those that the text before the cut gives when it is tokenised alone:
+whatever follows the cut, they were made from nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import BatchEncoding
+
+_JOINED = 8  # characters before a cut that are tried, each in a pass over the text, for one that nothing joins
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +62,35 @@ def token_boundaries(tokenizer: Any, row: TokenizedText, cuts: Sequence[int]) ->
 
     0 where no token comes from the text before the cut alone, whatever the tokenizer's template puts in front.
     """
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    normalized = row.text if normalizer is None else normalizer.normalize_str(row.text)
-    exact = row.ends is not None and "trim_offsets=True" not in str(tokenizer.backend_tokenizer.post_processor)
+    stable = [None] * len(cuts) if row.ends is None else _stable_cuts(tokenizer.backend_tokenizer, row.text, cuts)
     boundaries = []
-    for cut in cuts:
-        before = row.text[:cut]
-        start = before if normalizer is None else normalizer.normalize_str(before)
+    for cut, place in zip(cuts, stable, strict=True):
         if not cut:
             count = 0
-        elif exact and row.ends is not None and normalized.startswith(start):
-            count = next((index for index, end in enumerate(row.ends) if end > cut), len(row.ends))
+        elif place is not None and row.ends is not None:
+            count = next((index for index, end in enumerate(row.ends) if end > place), len(row.ends))
         else:
-            alone = tokenizer(before, add_special_tokens=False)["input_ids"]
+            alone = tokenizer(row.text[:cut], add_special_tokens=False)["input_ids"]
             count = common_length(row.ids[row.first : row.stop], alone)
         boundaries.append(row.first + count if count else 0)
     return boundaries
+
+
+def _stable_cuts(backend: Any, text: str, cuts: Sequence[int]) -> list[int | None]:
+    """Return for each cut the last place up to it whose offsets can be trusted; None if there is none nearby."""
+    if "trim_offsets=True" in str(backend.post_processor):
+        return [None] * len(cuts)
+    if backend.normalizer is None:
+        return list(cuts)
+    normalize = backend.normalizer.normalize_str
+    whole = normalize(text)
+    return [
+        next(
+            (place for place in range(cut, max(cut - _JOINED, 0), -1) if whole.startswith(normalize(text[:place]))),
+            None,
+        )
+        for cut in cuts
+    ]
 
 
 def align_boundaries(rows: Sequence[TokenizedText], cuts: Sequence[Sequence[int]], boundaries: list[list[int]]) -> None:

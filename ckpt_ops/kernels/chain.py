@@ -68,8 +68,9 @@ def chain_kernel(
     in_k, in_v = dim_k < DK, dim_v < DV
     tile = head * (DK * DV) + dim_k[None, :] * DV + dim_v[:, None]
     in_state = in_v[:, None] & in_k[None, :]
-    held = tl.load(states + slot.to(tl.int64) * (HV * DK * DV) + tile, mask=in_state & (slot >= 0), other=0.0)
-    state = held.to(tl.float32)
+    started = dim_k < tl.where(slot >= 0, DK, 0)
+    mask = in_v[:, None] & started[None, :]
+    state = tl.load(states + slot.to(tl.int64) * (HV * DK * DV) + tile, mask=mask, other=0.0).to(tl.float32)
 
     lane = tl.arange(0, BT)
     key_head = head // (HV // HK)

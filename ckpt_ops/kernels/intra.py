@@ -7,9 +7,9 @@ section 3.3; UT transform: arXiv 2406.06484)::
     A_ij = scale exp(G_i - G_j) rq_i rk_j q_i.k_j   (j <= i)
 
 Keys and queries are used as they came, exact in their dtype, and the norms go into T's system, A and three vectors, so
-normalised copies are never rounded or stored. ``I + L`` is inverted in two steps: its four 16 x 16 diagonal blocks by
+normalised copies are never rounded or stored. ``I + L`` is inverted in two steps: its 16 x 16 diagonal blocks by
 forward substitution in fp32 (product forms lose two digits on correlated keys), then, with ``D`` those blocks and
-``N = D^-1 (I + L - D)`` strictly block lower, so ``N^4 = 0``: ``(I + L)^-1 = (I - N)(I + N^2) D^-1``. Entries are
+``N = D^-1 (I + L - D)`` strictly block lower, so ``N^4 = 0`` in four blocks or less: ``(I + L)^-1 = (I - N)(I + N^2) D^-1``. Entries are
 bounded by 1, so half precision inputs use fp16 operands there, which have three bits more than bf16.
 """
 
@@ -23,7 +23,7 @@ from ckpt_ops.kernels.common import find_segment
 
 @triton.jit
 def invert_unit_lower(lower, BT: tl.constexpr, OPERAND: tl.constexpr):
-    """``(I + lower)^-1`` for a strictly lower triangular fp32 ``[BT, BT]``, BT = 64."""
+    """``(I + lower)^-1`` for a strictly lower triangular fp32 ``[BT, BT]``, BT one of 16, 32 and 64."""
     SIZE: tl.constexpr = 16
     COUNT: tl.constexpr = BT // SIZE
     tiles = tl.reshape(lower, (COUNT, SIZE, COUNT, SIZE))

@@ -1,0 +1,121 @@
+"""Prints the benchmark's tables: ``python -m benchmarks.report``.
+
+For each load and arm: median, 10th and 90th percentile in microseconds, how many times faster than the legacy way in
+the same mode, and the relative error against fp64 that the arm showed before it was timed. An arm that is wrong is
+reported and not timed, and the command then exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.arms import ARMS, BASELINE, Arm, Workload
+from benchmarks.loads import CPU_LOADS, LONG_LOADS, SHARD, SHORT_LOADS, WHOLE_LAYER, Load, Shape, on_cpu
+from benchmarks.measure import Timer, Timing, environment
+from benchmarks.peers import peer_arms
+from benchmarks.tables import Row, format_table, make_rows
+
+
+def measure_load(
+    shape: Shape, load: Load, arms: tuple[type[Arm], ...], timer: Timer, seed: int, failures: list[str]
+) -> list[Row]:
+    """Check, then time, each arm on one load."""
+    modes = {"eager": timer.eager}
+    if timer.device.type == "cuda":
+        modes["graph"] = timer.graph
+    work = Workload(shape, load, timer.device, seed)
+    timings: dict[tuple[str, str], tuple[Timing, float]] = {}
+    for kind in arms:
+        arm = kind(work)
+        try:
+            error = arm.check()
+        except RuntimeError as wrong:
+            failures.append(f"{kind.title}: {wrong}")
+            continue
+        for mode, time_it in modes.items():
+            timings[kind.name, mode] = time_it(arm.run), error
+    return make_rows(load.name, timings, BASELINE)
+
+
+def plan(device: torch.device, long: bool) -> list[tuple[Shape, tuple[Load, ...]]]:
+    """Which loads run in which shape on ``device``."""
+    if device.type == "cpu":
+        return [(on_cpu(WHOLE_LAYER), CPU_LOADS), (on_cpu(SHARD), CPU_LOADS)]
+    return [(WHOLE_LAYER, (*SHORT_LOADS, *(LONG_LOADS if long else ()))), (SHARD, SHORT_LOADS)]
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Command line of ``python -m benchmarks.report``."""
+    known = [arm.name for arm in ARMS]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:N]")
+    parser.add_argument("--arms", nargs="+", choices=known, default=known, metavar="ARM", help=", ".join(known))
+    parser.add_argument("--long", action="store_true", help="on a GPU, the loads of 8192 tokens and more too")
+    parser.add_argument("--cold", action="store_true", help="on a GPU, clear the L2 cache before each timed call")
+    parser.add_argument("--no-peers", action="store_true", help="leave out other projects' kernels")
+    parser.add_argument("--no-model", action="store_true", help="leave out the embedded model")
+    parser.add_argument("--warmups", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there as JSON too")
+    options = parser.parse_args(arguments)
+    if options.warmups < 1 or options.repetitions < 1:
+        parser.error("--warmups and --repetitions must be at least 1")
+    return options
+
+
+def report_model(timer: Timer, seed: int, figures: dict[str, Any]) -> list[str]:
+    """Time the embedded model and print its table; what was wrong."""
+    try:
+        from benchmarks.embedded import TITLES, measure_embedded
+    except ImportError as missing:
+        print(f"the embedded model is left out: {missing}")
+        return []
+    title = (
+        "embedded model, whole generate calls; ratio against the unpatched model; error: share of answers that differ"
+    )
+    rows, failures = measure_embedded(replace(timer, warmups=1, repetitions=max(1, timer.repetitions // 4)), seed)
+    print(format_table(title, rows, TITLES))
+    figures["tables"].append({"title": title, "rows": [asdict(row) for row in rows]})
+    return failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run and print; 1 if an arm was wrong."""
+    options = parse_arguments(arguments)
+    device = torch.device(options.device)
+    timer = Timer(device, options.warmups, options.repetitions, options.cold)
+    facts = environment(device)
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+    print(f"{options.warmups} warm-ups, {options.repetitions} repetitions, seed {options.seed}; times in microseconds;")
+    print("ratio: how many times faster than the token-serial kernel with one call a request, in the same mode\n")
+    figures: dict[str, Any] = {"environment": facts, "tables": []}
+    failures: list[str] = []
+    with torch.inference_mode():
+        timer.settle()
+        for shape, loads in plan(device, options.long):
+            arms = tuple(arm for arm in ARMS if arm.name in options.arms)
+            arms += () if options.no_peers else peer_arms(shape, device)
+            rows: list[Row] = []
+            for load in loads:
+                rows += measure_load(shape, load, arms, timer, options.seed, failures)
+            print(format_table(shape.title, rows, {arm.name: arm.title for arm in arms}), end="\n\n", flush=True)
+            figures["tables"].append({"title": shape.title, "rows": [asdict(row) for row in rows]})
+    if not options.no_model:
+        failures += report_model(timer, options.seed, figures)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    for failure in failures:
+        print(f"WRONG, not timed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

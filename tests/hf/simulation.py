@@ -1,0 +1,262 @@
+"""A stand-in for a model and its pools that remembers what every slot and every key/value row holds.
+
+A state is represented by the tokens that lead to it, so "the state of another prompt", "a state that was never written"
+and "a state of the slot's last owner" are all told apart from the right one. Running a plan checks each read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from ckpt_hf.draft import STATE_CHUNK_TOKENS
+from ckpt_hf.index import Checkpoint, CheckpointIndex, CheckpointLimits, CheckpointStatus
+from ckpt_hf.keys import checkpoint_keys
+from ckpt_hf.kv import KVRows, KVSegment
+from ckpt_hf.plan import Piece, StepPlan
+from ckpt_hf.requests import Request, RequestStatus
+from ckpt_hf.scheduler import Scheduler
+from ckpt_hf.slots import SlotAllocator
+from ckpt_ops import Segment, SegmentTable
+
+BYTES_PER_SLOT, BYTES_PER_TOKEN, BYTES_OF_LOGITS = 1000, 10, 100
+WAITS = (RequestStatus.WAITING, RequestStatus.DEFERRED)
+GARBAGE = -1
+
+
+class Histories:
+    """Token sequences by number: two numbers are equal only when the sequences are, token for token."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._of_request: dict[Request, list[int]] = {}
+
+    def of(self, request: Request) -> list[int]:
+        """Number of each prefix of the request's tokens; the empty one, 0, comes first."""
+        return self._extend(self._of_request.setdefault(request, [0]), request.token_ids)
+
+    def prefixes(self, token_ids: Sequence[int]) -> list[int]:
+        """The same for bare token ids."""
+        return self._extend([0], token_ids)
+
+    def _extend(self, known: list[int], token_ids: Sequence[int]) -> list[int]:
+        for token in token_ids[len(known) - 1 :]:
+            known.append(self._numbers.setdefault((known[-1], token), len(self._numbers) + 1))
+        return known
+
+
+class Simulation:
+    """Scheduler, index, slots and rows of one model, with simulated contents. The tests call nothing else."""
+
+    def __init__(self, budget: int = 64, slots: int | None = None, max_bytes: int | None = None) -> None:
+        self.slots, self.kv_rows = SlotAllocator(), KVRows()
+        limits = CheckpointLimits(slots, max_bytes, BYTES_PER_SLOT, BYTES_PER_TOKEN, lambda logits: BYTES_OF_LOGITS)
+        self.index = CheckpointIndex(self.slots, self.kv_rows, limits)
+        self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, budget)
+        self.histories = Histories()
+        self.states: dict[int, int] = {}
+        self.rows: dict[int, int] = {}
+        self.computed: Counter[int] = Counter()
+        self._slot_owners: dict[int, object] = {}
+        self._row_owners: dict[int, KVSegment] = {}
+        self._published: set[bytes] = set()
+        self._ids = 0
+
+    def request(
+        self,
+        token_ids: Sequence[int],
+        boundaries: Sequence[int] = (),
+        ephemeral: Iterable[int] = (),
+        decode: bool = True,
+        salt: str = "",
+    ) -> Request:
+        """A request with an id of its own, not yet added."""
+        self._ids += 1
+        keys = checkpoint_keys(token_ids, boundaries, b"model", salt)
+        return Request(self._ids, list(token_ids), tuple(boundaries), keys, frozenset(ephemeral), decode)
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        boundaries: Sequence[int] = (),
+        ephemeral: Iterable[int] = (),
+        decode: bool = True,
+        salt: str = "",
+    ) -> Request:
+        """A request that the scheduler has taken in."""
+        request = self.request(token_ids, boundaries, ephemeral, decode, salt)
+        self.scheduler.add(request)
+        return request
+
+    def prefill_step(self) -> StepPlan | None:
+        """Plan, run and commit one prefill step; it must bring some request forward."""
+        before = self._outstanding()
+        plan = self.scheduler.plan_prefill()
+        if plan is None:
+            assert not before
+            return None
+        assert plan.num_tokens <= self.scheduler.max_batch_tokens
+        self._commit(plan)
+        assert self._outstanding() < before, "a step that brings nobody forward"
+        return plan
+
+    def prefill(self) -> list[StepPlan]:
+        """Run prefill steps until every prompt has been computed."""
+        plans = []
+        while (plan := self.prefill_step()) is not None:
+            plans.append(plan)
+        return plans
+
+    def decode_step(self, requests: Iterable[Request], token: int = 7) -> StepPlan:
+        """One more token for each of ``requests``."""
+        plan = self._plan_decode(requests, token)
+        self._commit(plan)
+        return plan
+
+    def fail_prefill_step(self, broken: Collection[int] | None = None) -> StepPlan | None:
+        """Plan a prefill step that fails after it has overwritten what the pieces ``broken`` (None: all) write."""
+        plan = self.scheduler.plan_prefill()
+        if plan is not None:
+            self._fail(plan, broken)
+        return plan
+
+    def fail_decode_step(self, requests: Iterable[Request], token: int = 7) -> None:
+        """A decode step that fails after it has overwritten everything that it writes."""
+        self._fail(self._plan_decode(requests, token), None)
+
+    def cancel(self, request: Request) -> None:
+        """The caller has lost interest."""
+        self.scheduler.finish(request)
+        self._forget_freed()
+
+    def finish_all(self) -> None:
+        """End every request."""
+        for request in self.scheduler.requests:
+            self.cancel(request)
+
+    def clear(self) -> None:
+        """Drop the checkpoints."""
+        self.index.clear()
+        self._published.clear()
+        self._forget_freed()
+
+    def enforce_limits(self) -> None:
+        """Evict what need not stay."""
+        self.index.enforce_limits()
+        self._forget_freed()
+
+    def compact(self) -> None:
+        """Renumber rows, and slots when nothing runs, as the pools' owner does."""
+        self.rows = {new: self.rows[old] for new, old in enumerate(self.kv_rows.compact()) if old in self.rows}
+        if not self.scheduler.requests:
+            moved = self.slots.compact()
+            self.states = {new: self.states[old] for old, new in moved.items()}
+            for checkpoint in self.index.checkpoints:
+                assert checkpoint.slot is not None
+                checkpoint.slot = moved[checkpoint.slot]
+        self._note_owners()
+
+    def ready(self, token_ids: Sequence[int], salt: str = "") -> Checkpoint | None:
+        """The ready checkpoint of exactly these ids."""
+        checkpoint = self.index.find(checkpoint_keys(token_ids, [len(token_ids)], b"model", salt)[0], token_ids)
+        return checkpoint if checkpoint is not None and checkpoint.status is CheckpointStatus.READY else None
+
+    def _outstanding(self) -> int:
+        pending = [r for r in self.scheduler.requests if r.status is not RequestStatus.DECODE]
+        return len(pending) + sum(r.prompt_tokens - r.position for r in pending)
+
+    def _plan_decode(self, requests: Iterable[Request], token: int) -> StepPlan:
+        requests = list(requests)
+        for request in requests:
+            request.token_ids.append(token)
+        plan = self.scheduler.plan_decode(r.request_id for r in requests)
+        assert [p.length for p in plan.pieces] == [1] * len(requests)
+        return plan
+
+    def _commit(self, plan: StepPlan) -> None:
+        self._forget_freed()
+        check_plan(plan, self.slots.high_water)
+        finals = self._run(plan.pieces)
+        for wanted in plan.logits:
+            assert (wanted.piece is None) != (wanted.checkpoint is None)
+            if wanted.piece is not None:
+                assert plan.pieces[wanted.piece].length, "logits of a piece without tokens"
+            logits = finals[wanted.piece] if wanted.checkpoint is None else wanted.checkpoint.logits
+            assert logits == self.histories.of(wanted.request)[-1], "the logits of another prefix"
+            keeper = wanted.store_in
+            if keeper is not None and keeper.status is not CheckpointStatus.ABSENT and keeper.logits is None:
+                keeper.logits = logits
+        for piece in plan.pieces:
+            self.computed.update(self.histories.of(piece.request)[piece.start + 1 : piece.stop + 1])
+            if piece.publishes is not None:
+                assert piece.publishes.key not in self._published, "a prefix was computed twice while others want it"
+                self._published.add(piece.publishes.key)
+        self.scheduler.commit(plan)
+        self._forget_freed()
+
+    def _run(self, pieces: Sequence[Piece]) -> list[int]:
+        """Check every read, then write. All reads of one launch come before its writes, as programs run in any order."""
+        finals: list[int] = []
+        written: dict[int, int] = {}
+        for piece in pieces:
+            history = self.histories.of(piece.request)
+            start = finals[piece.parent] if piece.parent >= 0 else self.states.get(piece.source, GARBAGE)
+            if piece.parent < 0 and piece.source < 0:
+                start = 0
+            assert start == history[piece.start], "the start state is not that of the tokens before the piece"
+            finals.append(history[piece.stop])
+            rows = piece.kv.rows[piece.kv_before :]
+            assert len(rows) == piece.length
+            assert written.keys().isdisjoint(rows), "two pieces write one row"
+            written.update(zip(rows, history[piece.start + 1 : piece.stop + 1], strict=True))
+        self.rows.update(written)
+        for piece in pieces:
+            seen = [self.rows.get(row) for segment in piece.kv.path() for row in segment.rows]
+            assert seen == self.histories.of(piece.request)[1 : piece.stop + 1], "attention reads other tokens"
+        self.states.update({piece.destination: final for piece, final in zip(pieces, finals, strict=True)})
+        return finals
+
+    def _fail(self, plan: StepPlan, broken: Collection[int] | None) -> None:
+        self._forget_freed()
+        for i, piece in enumerate(plan.pieces):
+            if broken is None or i in broken:
+                self.states[piece.destination] = GARBAGE
+                self.rows.update(dict.fromkeys(piece.kv.rows[piece.kv_before :], GARBAGE))
+        self.scheduler.rollback(plan)
+        self._forget_freed()
+
+    def _forget_freed(self) -> None:
+        """What has changed hands is unknown to its new owner, and demand that has ended allows a second computation."""
+        rows = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
+        self.states = {
+            slot: held for slot, held in self.states.items() if self.slots.owner(slot) == self._slot_owners.get(slot)
+        }
+        self.rows = {row: held for row, held in self.rows.items() if rows.get(row) is self._row_owners.get(row)}
+        self._published = {key for key in self._published if self.index.demand[key]}
+        self._note_owners()
+
+    def _note_owners(self) -> None:
+        self._slot_owners = {slot: self.slots.owner(slot) for slot in range(self.slots.high_water)}
+        self._row_owners = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
+
+
+def check_plan(plan: StepPlan, num_slots: int) -> None:
+    """The shape of a plan: what the ops demand, the order that attention relies on, and where pieces may end."""
+    pieces = plan.pieces
+    SegmentTable.build([Segment(p.length, p.parent, p.source, p.destination) for p in pieces], num_slots, "cpu")
+    for piece in pieces:
+        assert piece.depth == (0 if piece.parent < 0 else pieces[piece.parent].depth + 1)
+        if plan.decode:
+            continue
+        inside = [b for b in piece.request.reserved if piece.start < b < piece.stop]
+        assert not inside, "a piece runs over a boundary that its request produces"
+        produced = piece.request.reserved.get(piece.stop) if piece.length else None
+        assert piece.publishes is produced
+        if piece.publishes is None and piece.stop < piece.request.prompt_tokens:
+            assert (piece.kv_before + piece.length) % STATE_CHUNK_TOKENS == 0, "cut off the grid"
+    for depth in {p.depth for p in pieces}:
+        prefixes = [p.kv.parent for p in pieces if p.depth == depth]
+        changes = [b for a, b in zip([object(), *prefixes], prefixes, strict=False) if a is not b]
+        assert len(changes) == len(set(changes)), "pieces with one prefix are apart"
+    without = [p.kv.parent is None for p in pieces]
+    assert without == sorted(without, reverse=True), "a piece without a prefix behind one that has one"
