@@ -36,19 +36,18 @@ class Catalog:
     """
 
     model: Any
+    tokenizer: Any
     plain: Sequence[Any]
     marked: Sequence[Any]
-    pad_token_id: int
 
     def generate(self, batches: Sequence[Any]) -> list[Tensor]:
         """New tokens ``[offers, NEW_TOKENS]`` of each page, greedy; rows that end early are padded."""
+        pad = self.tokenizer.pad_token_id
         answers = []
         for batch in batches:
-            out = self.model.generate(
-                **batch, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=self.pad_token_id
-            )
+            out = self.model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad)
             new = out[:, batch["input_ids"].shape[1] :]
-            answers.append(torch.nn.functional.pad(new, (0, NEW_TOKENS - new.shape[1]), value=self.pad_token_id))
+            answers.append(torch.nn.functional.pad(new, (0, NEW_TOKENS - new.shape[1]), value=pad))
         return answers
 
 
@@ -66,12 +65,12 @@ def load_catalog(device: torch.device, pages: int, offers: int, seed: int) -> Ca
         texts = [[catalog.prompt(page, offer, marker) for offer in page.offers] for page in drawn]
         return [tokenizer(group, return_tensors="pt", padding=True).to(device) for group in texts]
 
-    return Catalog(model, batches(""), batches(ckpt_hf.MARKER), tokenizer.pad_token_id)
+    return Catalog(model, tokenizer, batches(""), batches(ckpt_hf.MARKER))
 
 
 def embedded_arms(work: Catalog) -> dict[str, Callable[[], list[Tensor]]]:
     """The arms by name; the patched ones run on a copy of the model, so that the other stays as it was."""
-    patched = replace(work, model=ckpt_hf.patch(copy.deepcopy(work.model)))
+    patched = replace(work, model=ckpt_hf.patch(copy.deepcopy(work.model), work.tokenizer))
 
     def cold() -> list[Tensor]:
         ckpt_hf.clear(patched.model)

@@ -14,14 +14,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import ckpt_hf
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "9B": {
         "vocab_size": 248320,
         "hidden_size": 4096,
@@ -84,7 +84,7 @@ def hand_made(model: Any, ids: torch.Tensor, prefix: int, new_tokens: int) -> to
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=ids[:1, :prefix], cache=cache, logits_to_keep=1)
-    cache.reorder_cache(torch.zeros(len(ids), dtype=torch.long, device=ids.device))
+    cache.reorder_cache(cast(Any, torch.zeros(len(ids), dtype=torch.long, device=ids.device)))
     return model.generate(ids, cache=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import ARMS, BASELINE, Arm, Workload
+from benchmarks.arms import ARMS, BASELINE, Arm
 from benchmarks.loads import CPU_LOADS, LONG_LOADS, SHARD, SHORT_LOADS, WHOLE_LAYER, Load, Shape, on_cpu
 from benchmarks.measure import Timer, Timing, environment
 from benchmarks.peers import peer_arms
 from benchmarks.tables import Row, format_table, make_rows
+from benchmarks.workload import Workload
 
 
 def measure_load(
@@ -36,11 +37,13 @@ def measure_load(
         arm = kind(work)
         try:
             error = arm.check()
-        except RuntimeError as wrong:
-            failures.append(f"{kind.title}: {wrong}")
-            continue
-        for mode, time_it in modes.items():
-            timings[kind.name, mode] = time_it(arm.run), error
+            for mode, time_it in modes.items():
+                timings[kind.name, mode] = time_it(arm.run), error
+        except RuntimeError as failure:  # a wrong result, or no memory
+            failures.append(f"{kind.title}: {failure}")
+        if timer.device.type == "cuda":
+            del arm
+            torch.cuda.empty_cache()  # long loads in full take most of the memory
     return make_rows(load.name, timings, BASELINE)
 
 
@@ -87,10 +90,18 @@ def report_model(timer: Timer, seed: int, figures: dict[str, Any]) -> list[str]:
     return failures
 
 
+def save(figures: dict[str, Any], target: Path | None) -> None:
+    """Write the figures so far, so that a later failure does not lose them."""
+    if target is not None:
+        target.write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run and print; 1 if an arm was wrong."""
     options = parse_arguments(arguments)
     device = torch.device(options.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     timer = Timer(device, options.warmups, options.repetitions, options.cold)
     facts = environment(device)
     print("\n".join(f"{name}: {value}" for name, value in facts.items()))
@@ -108,12 +119,12 @@ def main(arguments: list[str] | None = None) -> int:
                 rows += measure_load(shape, load, arms, timer, options.seed, failures)
             print(format_table(shape.title, rows, {arm.name: arm.title for arm in arms}), end="\n\n", flush=True)
             figures["tables"].append({"title": shape.title, "rows": [asdict(row) for row in rows]})
+            save(figures, options.json)
     if not options.no_model:
         failures += report_model(timer, options.seed, figures)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        save(figures, options.json)
     for failure in failures:
-        print(f"WRONG, not timed: {failure}", file=sys.stderr)
+        print(f"not timed: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -12,11 +12,12 @@ pytest.importorskip("pytest_benchmark")
 
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.arms import ARMS, Arm, Workload
+from benchmarks.arms import ARMS, Arm
 from benchmarks.loads import Load, Shape
 from benchmarks.measure import Timer, capture
 from benchmarks.peers import peer_arms
 from benchmarks.report import plan
+from benchmarks.workload import Workload
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ Arms = dict[str, Callable[[], list[Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def arms(timer: Timer) -> Iterator[Arms]:
-    yield embedded_arms(load_catalog(timer.device, pages=4, offers=16, seed=1))
+def arms(timer: Timer) -> Arms:
+    return embedded_arms(load_catalog(timer.device, pages=4, offers=16, seed=1))
 
 
 @pytest.mark.parametrize("name", TITLES)

@@ -48,7 +48,8 @@ def token_serial_kernel(
     in_tile = in_k[:, None] & in_v[None, :]
 
     source = tl.load(sources + sequence)
-    start_mask = in_k[:, None] & (in_v[None, :] & (source >= 0))
+    started = dim_k < tl.where(source >= 0, DK, 0)
+    start_mask = started[:, None] & in_v[None, :]
     state = tl.load(states + source.to(tl.int64) * (HV * DK * DV) + tile, mask=start_mask, other=0.0).to(tl.float32)
     if RAW_GATES:
         rate = -tl.exp(tl.load(a_log + head))

@@ -38,7 +38,10 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise CheckpointValueError(f"{name} must be None or an int >= 0, got {value!r}")
-        if not isinstance(self.max_batch_tokens, int) or self.max_batch_tokens < 1:
-            raise CheckpointValueError(f"max_batch_tokens must be an int >= 1, got {self.max_batch_tokens!r}")
+        tokens = self.max_batch_tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise CheckpointValueError(f"max_batch_tokens must be an int >= 1, got {tokens!r}")
+        if not isinstance(self.verify, bool):
+            raise CheckpointValueError(f"verify must be True or False, got {self.verify!r}")
         if self.state_dtype not in _STATE_DTYPES:
             raise CheckpointValueError(f"state_dtype must be one of {_STATE_DTYPES}, got {self.state_dtype!r}")

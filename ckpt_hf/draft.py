@@ -81,7 +81,7 @@ class PlanDraft:
         self._end_at_boundary(request, base, parent, source)
 
     def build(self, decode: bool) -> StepPlan:
-        """The finished plan: pieces sorted by depth, those without a prefix first, those with one prefix side by side."""
+        """The finished plan: pieces by depth, those without a prefix first, those with one prefix side by side."""
         place = {-1: -1}
         prefix_rank: dict[KVSegment | None, int] = {None: -1}
         for piece in self._pieces:

@@ -1,4 +1,4 @@
-"""Running requests as a transformers cache, for modes that transformers runs itself and for callers who keep the cache."""
+"""Running requests as a transformers cache, for modes that transformers runs and for callers who keep the cache."""
 
 from __future__ import annotations
 

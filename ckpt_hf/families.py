@@ -14,19 +14,19 @@ from .layers import PackedAttentionMixin, PackedGatedDeltaNetMixin
 from .pools import LayerShapes
 
 
-class PackedQwen3_5GatedDeltaNet(PackedGatedDeltaNetMixin, dense.Qwen3_5GatedDeltaNet):  # type: ignore[misc]
+class PackedQwen3_5GatedDeltaNet(PackedGatedDeltaNetMixin, dense.Qwen3_5GatedDeltaNet):
     """Qwen3.5's GatedDeltaNet."""
 
 
-class PackedQwen3_5Attention(PackedAttentionMixin, dense.Qwen3_5Attention):  # type: ignore[misc]
+class PackedQwen3_5Attention(PackedAttentionMixin, dense.Qwen3_5Attention):
     """Qwen3.5's attention."""
 
 
-class PackedQwen3_5MoeGatedDeltaNet(PackedGatedDeltaNetMixin, moe.Qwen3_5MoeGatedDeltaNet):  # type: ignore[misc]
+class PackedQwen3_5MoeGatedDeltaNet(PackedGatedDeltaNetMixin, moe.Qwen3_5MoeGatedDeltaNet):
     """Qwen3.5-MoE's GatedDeltaNet."""
 
 
-class PackedQwen3_5MoeAttention(PackedAttentionMixin, moe.Qwen3_5MoeAttention):  # type: ignore[misc]
+class PackedQwen3_5MoeAttention(PackedAttentionMixin, moe.Qwen3_5MoeAttention):
     """Qwen3.5-MoE's attention."""
 
 

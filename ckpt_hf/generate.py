@@ -54,7 +54,10 @@ def generate(
     input_ids = inputs if inputs is not None else kwargs.get("input_ids")
     if not _is_marked(input_ids, runner.marker, checkpoint_positions):
         return _stock(self, inputs=inputs, generation_config=generation_config, **kwargs)
-    kwargs.pop("input_ids", None)
+    if input_ids is None:
+        raise CheckpointValueError("input_ids is missing; checkpoints need token ids, inputs_embeds alone will not do")
+    if inputs is None:  # given twice, transformers refuses them
+        kwargs.pop("input_ids")
     if not isinstance(checkpoint_salt, str):
         raise CheckpointValueError(f"checkpoint_salt must be a str, got {type(checkpoint_salt).__name__}")
     with runner.lock:
@@ -111,7 +114,7 @@ def _generate_marked(
     if reason is None:
         for name in ("streamer", "custom_generate"):
             kwargs.pop(name, None)
-        generation_config = _take_stop_strings(config, generation_config, kwargs)
+        generation_config = _take_stop_strings(model, config, generation_config, kwargs)
         call = PackedCall(runner, tuple(prompts), salt, streamer, input_ids)
         result = _stock(
             model, generation_config=generation_config, custom_generate=sample_packed, packed_call=call, **kwargs
@@ -119,9 +122,10 @@ def _generate_marked(
     else:
         # Whatever else keeps the call from the packed loop (a cache of the caller's, a static one, none at all) also
         # keeps it from the cache made here.
-        startable = prompts and reason_for_handover(model, config, _PACKED_MODE, custom, model_kwargs) is None
+        other = reason_for_handover(model, config, _PACKED_MODE, custom, model_kwargs)
+        startable = prompts and other is None
         cache = cache_from_checkpoint(runner, prompts, mode, config.num_beams, salt) if startable else None
-        _warn_handover(runner, reason, cache is not None)
+        _warn_handover(runner, other or reason, cache is not None)
         if cache is not None:
             kwargs["cache"] = cache
         result = _stock(model, generation_config=generation_config, **kwargs)
@@ -177,7 +181,7 @@ def _without_marker(model: Any, runner: ModelRunner, processors: Any) -> LogitsP
     return processors
 
 
-def _take_stop_strings(config: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
+def _take_stop_strings(model: Any, config: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
     """Build the criterion for ``stop_strings`` here: transformers loses the tokenizer on the way to a custom loop."""
     tokenizer = kwargs.pop("tokenizer", None)
     if config.stop_strings is None or tokenizer is None:
@@ -185,8 +189,11 @@ def _take_stop_strings(config: Any, generation_config: Any, kwargs: dict[str, An
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(stop_strings=config.stop_strings, tokenizer=tokenizer))
     kwargs["stopping_criteria"] = criteria
-    kwargs.pop("stop_strings", None)
-    if generation_config is not None:
+    # An argument wins over both configs, also over stop strings in the model's own; transformers warns when a call
+    # has arguments and a config, so a caller's config gets its copy.
+    kwargs["stop_strings"] = None
+    if generation_config is not None and model.generation_config.stop_strings is None:
+        del kwargs["stop_strings"]
         generation_config = copy.deepcopy(generation_config)
         generation_config.stop_strings = None
     return generation_config

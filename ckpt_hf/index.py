@@ -159,7 +159,7 @@ class CheckpointIndex:
         )
 
     def enforce_limits(self) -> None:
-        """Evict ready checkpoints that nobody needs until the limits hold: ephemeral ones, then the least recently used."""
+        """Evict ready checkpoints that nobody needs until the limits hold: ephemeral ones, then the oldest used."""
         candidates = [
             c
             for c in self._by_key.values()

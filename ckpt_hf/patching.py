@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import CheckpointConfig
-from .errors import CheckpointRuntimeError, CheckpointValueError
+from .errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 from .families import PACKED_CLASSES, ModelLayers, find_layers
 from .generate import generate
 from .markers import check_tokenizer, register_marker
@@ -61,13 +61,16 @@ def patch(model: Model, tokenizer: Any = None, config: CheckpointConfig | None =
     settings = config if config is not None else CheckpointConfig()
     _swap_classes(layers, PACKED_CLASSES)
     model.__dict__[RUNNER_ATTRIBUTE] = ModelRunner(model, marker, settings)
-    model.__dict__["generate"] = MethodType(generate, model)
+    # Not a bound method: those are pickled as an attribute's name, which would be read as the class's own generate.
+    model.__dict__["generate"] = partial(generate, model)
     if settings.verify:
         try:
             _verify(model, runner_of(model))
-        except BaseException:
+        except BaseException as error:
             unpatch(model)
-            raise
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise
+            raise CheckpointRuntimeError(f"model cannot run the packed layers on this device: {error!r}") from error
     return model
 
 
@@ -130,6 +133,8 @@ def _swap_classes(layers: ModelLayers, classes: dict[type[nn.Module], type[nn.Mo
         from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
         remove_hook_from_module(layer)
+        if getattr(layer.__dict__.get("forward"), "__func__", None) is type(layer).forward:
+            del layer.__dict__["forward"]  # the hook's removal left it bound to the old class
         layer.__class__ = classes[type(layer)]
         add_hook_to_module(layer, hook)
 

@@ -40,6 +40,7 @@ class Request:
         keys: digest of each boundary's prefix.
         ephemeral: boundaries that only serve this call and are not kept after it.
         decode: whether tokens are generated; otherwise only the checkpoints are computed.
+        needs_logits: whether those after the prompt are wanted, or only its states.
     """
 
     request_id: int
@@ -48,6 +49,7 @@ class Request:
     keys: tuple[bytes, ...]
     ephemeral: frozenset[int] = frozenset()
     decode: bool = True
+    needs_logits: bool = True
     status: RequestStatus = RequestStatus.WAITING
     prompt_tokens: int = 0
     position: int = 0

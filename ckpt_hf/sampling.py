@@ -143,6 +143,8 @@ class _DecodingLoop:
         if streamer is not None:
             copies = len(self.requests) // len(self.call.prompts)
             streamer.put(self.call.caller_ids.repeat_interleave(copies, dim=0).cpu())
+        # transformers pads rows that have ended only if it knows an end token; else all rows run until the last ends.
+        pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in self.stopping_criteria)
         unfinished = torch.ones(len(self.requests), dtype=torch.long, device=input_ids.device)
         prefilled = self.runner.prefill()
         logits = torch.stack([prefilled.pop(r) for r in self.requests])
@@ -151,9 +153,10 @@ class _DecodingLoop:
             input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
             if streamer is not None:
                 streamer.put(next_tokens.cpu())
-            running = unfinished.bool()
+            running = unfinished.bool() if pads_ended else torch.ones_like(unfinished, dtype=torch.bool)
             unfinished = unfinished & ~self.stopping_criteria(input_ids, self.scores)
-            tokens, was_running, runs = torch.stack([next_tokens, running, unfinished.bool()]).tolist()
+            runs_on = unfinished.bool() if pads_ended else unfinished.bool().any().expand_as(unfinished)
+            tokens, was_running, runs = torch.stack([next_tokens, running, runs_on]).tolist()
             active = self._advance(tokens, was_running, runs)
             if not active:
                 break

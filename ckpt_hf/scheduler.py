@@ -46,12 +46,17 @@ class Scheduler:
         """Take a request in.
 
         Raises:
-            CheckpointValueError: the prompt is empty, the id is taken, or a boundary lies outside the prompt.
+            CheckpointValueError: the prompt is empty, the id is taken, the request has run before, or a boundary lies
+                outside the prompt.
         """
         if not request.token_ids:
             raise CheckpointValueError(f"token_ids of request {request.request_id} are empty; a prompt needs a token")
         if request.request_id in self._requests:
             raise CheckpointValueError(f"request_id {request.request_id} is already scheduled")
+        if request.status is not RequestStatus.WAITING:
+            raise CheckpointValueError(
+                f"request {request.request_id} is {request.status.value}; a request can be added once, and only waiting"
+            )
         bounds = (0, *request.boundaries, request.prompt_tokens + 1)
         if any(a >= b for a, b in itertools.pairwise(bounds)):
             raise CheckpointValueError(
@@ -169,7 +174,7 @@ class Scheduler:
 
     def _schedule_prefill(self, request: Request, draft: PlanDraft) -> None:
         if request.status in (RequestStatus.WAITING, RequestStatus.DEFERRED):
-            if not draft.has_budget:
+            if not draft.has_budget and not self._ends_with_step(request, draft):
                 return
             found = self._find_start(request, draft)
             if found is None:
@@ -196,13 +201,25 @@ class Scheduler:
             if not ready and not draft.completes(checkpoint):
                 request.reasons[boundary] = "unready"
                 return None
-            if boundary == request.prompt_tokens and ready and checkpoint.logits is None:
+            if request.needs_logits and boundary == request.prompt_tokens and ready and checkpoint.logits is None:
+                if any(r.lacks_logits is checkpoint and r.status is RequestStatus.PREFILL for r in self.requests):
+                    request.reasons[boundary] = "unready"
+                    return None
                 request.reasons[boundary] = "saved without the logits that a prompt ending here needs"
                 request.lacks_logits = checkpoint
                 continue
             request.reasons.pop(boundary, None)
+            checkpoint.ephemeral &= boundary in request.ephemeral
             return boundary, checkpoint
         return 0, None
+
+    def _ends_with_step(self, request: Request, draft: PlanDraft) -> bool:
+        """Whether a piece of this step ends where the prompt does: it costs no token now, and all of them later, since
+        the checkpoint will not keep the logits that nobody asked for."""
+        if not request.boundaries or request.boundaries[-1] != request.prompt_tokens:
+            return False
+        checkpoint = self.index.find(request.keys[-1], request.token_ids)
+        return checkpoint is not None and draft.completes(checkpoint)
 
     def _reserve(self, request: Request) -> None:
         for boundary, key in zip(request.boundaries, request.keys, strict=True):

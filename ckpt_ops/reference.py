@@ -71,10 +71,8 @@ def gdn_prefill_reference(
     finals: list[Tensor] = []
     links = zip(table.parents.tolist(), table.sources.tolist(), table.destinations.tolist(), strict=True)
     for index, (parent, source, destination) in enumerate(links):
-        if parent >= 0:
-            state = finals[parent]
-        else:
-            state = start[source] if source >= 0 else pool.new_zeros(pool.shape[1:])
+        own = start[source] if source >= 0 else pool.new_zeros(pool.shape[1:])
+        state = finals[parent] if parent >= 0 else own
         for t in range(bounds[index], bounds[index + 1]):
             state, out[t] = delta_rule_step(state, q[t], k[t], v[t], g[t], beta[t])
         finals.append(state)
@@ -104,10 +102,8 @@ def causal_conv1d_prefill_reference(
     finals: list[Tensor] = []
     links = zip(table.parents.tolist(), table.sources.tolist(), table.destinations.tolist(), strict=True)
     for index, (parent, source, destination) in enumerate(links):
-        if parent >= 0:
-            history = finals[parent]
-        else:
-            history = start[source] if source >= 0 else x.new_zeros(x.shape[1], keep)
+        own = start[source] if source >= 0 else x.new_zeros(x.shape[1], keep)
+        history = finals[parent] if parent >= 0 else own
         for t in range(bounds[index], bounds[index + 1]):
             out[t], history = _conv_step(x[t], weight.to(dtype), bias, history, activation)
         finals.append(history)

@@ -97,9 +97,9 @@ def delta_rule_budget(
     """Largest relative error allowed of outputs and states.
 
     A rounding to nearest costs 0.41 unit roundoffs in norm. ``rounds_operands`` (the GPU kernels): seven independent
-    roundings to ``dtype`` a chunk (state, T, A, error, update, weighted update, result), 1.1 in all, and 3 with what the
-    state carries on; otherwise the result alone, at most 1. fp32 sums of up to 256 terms add 16 roundoffs. ``hard``:
-    correlated keys, which lose up to a factor of 4 in the triangular solve.
+    roundings to ``dtype`` a chunk (state, T, A, error, update, weighted update, result), 1.1 in all, and 3 with what
+    the state carries on; otherwise the result alone, at most 1. fp32 sums of up to 256 terms add 16 roundoffs.
+    ``hard``: correlated keys, which lose up to a factor of 4 in the triangular solve.
     """
     narrow = (3 if rounds_operands else 1) * _UNIT_ROUNDOFF[dtype] + _UNIT_ROUNDOFF[pool_dtype]
     sums = 16 * _UNIT_ROUNDOFF[torch.float64 if dtype == torch.float64 else torch.float32]

@@ -49,7 +49,7 @@ def make_model(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
     model = Qwen3_5ForCausalLM(config)
     low, high = (math.log(step) for step in _TIME_STEP)
     with torch.no_grad():
-        for layer, kind in zip(model.model.layers, config.layer_types, strict=True):
+        for layer, kind in zip(model.model.layers, config.layer_types or (), strict=True):
             if kind == "linear_attention":
                 gates = layer.linear_attn
                 gates.A_log.uniform_(*_DECAY).log_()

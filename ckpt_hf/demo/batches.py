@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ckpt_hf.demo import catalog
 
-
-_TEXT, _ANSWER = 1, 2
+_TEXT, _CLAUSE_END, _ANSWER = 1, 2, 3
 _LENGTH_MULTIPLE = 64  # few distinct shapes keep a GPU's allocator from fragmenting
 
 
@@ -25,20 +24,26 @@ class Batch:
         text: int64, places in the flattened ``input_ids`` of the offers' tokens, whose prediction teaches the model to
             look values up on the page.
         answers: int64, places of the answers and of the end tokens behind them.
+        clauses: int64, places of the tokens that end the offers' clauses.
+        changed: float32, one for each clause: 1 if it differs from the page, else 0.
     """
 
     input_ids: Tensor
     text: Tensor
     answers: Tensor
+    clauses: Tensor
+    changed: Tensor
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, which a device reads without waiting for its running work."""
-        return Batch(self.input_ids.pin_memory(), self.text.pin_memory(), self.answers.pin_memory())
+        return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
 
     def to(self, device: torch.device | str) -> Batch:
         """A copy on ``device``."""
-        tensors = (self.input_ids, self.text, self.answers)
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.input_ids, self.text, self.answers, self.clauses, self.changed
 
 
 class Steps(Dataset[Batch]):
@@ -67,18 +72,24 @@ def collate(pages: list[catalog.Page], tokenizer: PreTrainedTokenizerFast) -> Ba
     offers = [offer for page in pages for offer in page.offers]
     questions = iter(tokenizer([catalog.question_text(offer) for offer in offers])["input_ids"])
     answers = iter(tokenizer([f" {offer.answer}{tokenizer.eos_token}" for offer in offers])["input_ids"])
-    rows, all_kinds = [], []
+    ends = {tokenizer.convert_tokens_to_ids(token) for token in tokenizer.tokenize(",\n")}
+    rows, row_kinds, changed = [], [], []
     for page, ids in zip(pages, shared, strict=True):
         kinds = [0] * len(ids)
-        for _ in page.offers:
+        for offer in page.offers:
             question, answer = next(questions), next(answers)
             ids = ids + question + answer
-            kinds += [_TEXT] * len(question) + [_ANSWER] * len(answer)
+            kinds += [_CLAUSE_END if token in ends else _TEXT for token in question] + [_ANSWER] * len(answer)
+            changed += [float(place == offer.changed) for place in range(offer.text.count(", ") + 1)]
         rows.append(ids)
-        all_kinds.append(kinds)
+        row_kinds.append(kinds)
     width = -(-max(map(len, rows)) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-    kind = _rectangle(all_kinds, width).flatten()
-    return Batch(_rectangle(rows, width), (kind == _TEXT).nonzero()[:, 0], (kind == _ANSWER).nonzero()[:, 0])
+    kind = _rectangle(row_kinds, width).flatten()
+    text = (kind == _TEXT) | (kind == _CLAUSE_END)
+    text_places, answer_places, ends_of_clauses = (
+        mask.nonzero()[:, 0] for mask in (text, kind == _ANSWER, kind == _CLAUSE_END)
+    )
+    return Batch(_rectangle(rows, width), text_places, answer_places, ends_of_clauses, torch.tensor(changed))
 
 
 def _rectangle(rows: list[list[int]], width: int) -> Tensor:

@@ -51,10 +51,16 @@ _MODEL_LETTERS = "BCDFGHKLMNPRSTVXZ"
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One candidate: its text, and ``same`` or the name of the attribute in which it differs from its page."""
+    """One candidate: its text, and ``same`` or the name of the attribute in which it differs from its page.
+
+    ``product`` holds the offered product's attribute values, those that the text leaves out included; ``changed`` is the
+    place, among the text's clauses, of the one that differs from the page, None if all agree.
+    """
 
     text: str
     answer: str
+    product: Mapping[str, str]
+    changed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +191,4 @@ def _offer(rng: random.Random, product: Mapping[str, str], split: Split) -> Offe
         names[-1] = answer
     rng.shuffle(names)
     clauses = [rng.choice(wording.OFFER_PHRASES[name]).format(v=offered[name]) for name in names]
-    return Offer(", ".join(clauses), answer)
+    return Offer(", ".join(clauses), answer, offered, names.index(answer) if answer != SAME else None)

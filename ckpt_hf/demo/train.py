@@ -18,11 +18,12 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
@@ -31,18 +32,28 @@ from ckpt_hf.demo.architecture import make_config, make_model
 from ckpt_hf.demo.batches import Batch, Steps, collate
 from ckpt_hf.demo.training_rule import training_rule
 
+
+class Losses(NamedTuple):
+    """Mean cross entropies, float32 scalars."""
+
+    answers: Tensor
+    text: Tensor
+    clauses: Tensor
+
+
 _PAGES_AT_ONCE = 16
 _HELDOUT_SEED = 1_000_003  # apart from the training stream even where the splits would not be
 
 
-def losses(model: Qwen3_5ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of the answers and of the offers' text, float32 scalars."""
+def losses(model: Qwen3_5ForCausalLM, judge: nn.Linear, batch: Batch) -> Losses:
+    """The three losses of a batch; ``judge`` reads whether a clause differs off the hidden state at its end."""
     hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
     ids = batch.input_ids.flatten()
     answers, text = (
         cross_entropy(model.lm_head(hidden[places - 1]).float(), ids[places]) for places in (batch.answers, batch.text)
     )
-    return answers, text
+    verdicts = judge(hidden[batch.clauses])[:, 0].float()
+    return Losses(answers, text, binary_cross_entropy_with_logits(verdicts, batch.changed))
 
 
 @torch.no_grad()
@@ -68,7 +79,10 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     """Train, write the model to ``args.out`` and return the report that is written beside it."""
     torch.manual_seed(args.seed)
     text_tokenizer = tokenizer.build()
-    model = make_model(make_config(text_tokenizer, args.hidden, args.rounds)).to(args.device)
+    model = make_model(make_config(text_tokenizer, args.hidden, args.rounds))
+    if args.start is not None:
+        model = Qwen3_5ForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    torch.nn.Module.to(model, args.device)
     started = time.perf_counter()
     with training_rule():
         _optimize(args, model, text_tokenizer)
@@ -77,31 +91,29 @@ def train(args: argparse.Namespace) -> dict[str, object]:
 
 def _optimize(args: argparse.Namespace, model: Qwen3_5ForCausalLM, text_tokenizer: PreTrainedTokenizerFast) -> None:
     device = torch.device(args.device)
-    optimizer = torch.optim.AdamW(_groups(model), lr=args.lr, betas=(0.9, 0.98), fused=device.type == "cuda")
+    judge = nn.Linear(model.config.hidden_size, 1).to(device)  # only for training; not saved
+    optimizer = torch.optim.AdamW(_groups(model, judge), lr=args.lr, betas=(0.9, 0.98), fused=device.type == "cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, args.warmup, args.steps))
     started = time.perf_counter()
     for step, batch in enumerate(_loader(args, text_tokenizer), start=1):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-            answer_loss, text_loss = losses(model, batch.to(device))
+            parts = losses(model, judge, batch.to(device))
         optimizer.zero_grad(set_to_none=True)
-        (answer_loss + args.text_weight * text_loss).backward()
+        (parts.answers + args.text_weight * parts.text + args.clause_weight * parts.clauses).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % args.every == 0 or step == args.steps:
             share = accuracy(model.eval(), text_tokenizer, args.check_pages)
             model.train()
-            print(
-                f"step {step} answer {answer_loss.item():.4f} text {text_loss.item():.4f} heldout {share:.4f}"
-                f" {time.perf_counter() - started:.1f} s",
-                flush=True,
-            )
+            figures = " ".join(f"{name} {value.item():.4f}" for name, value in parts._asdict().items())
+            print(f"step {step} {figures} heldout {share:.4f} {time.perf_counter() - started:.1f} s", flush=True)
 
 
-def _groups(model: Qwen3_5ForCausalLM) -> list[dict[str, object]]:
+def _groups(model: Qwen3_5ForCausalLM, judge: nn.Linear) -> list[dict[str, object]]:
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
-    return [{"params": matrices, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
+    return [{"params": matrices, "weight_decay": 0.05}, {"params": [*rest, *judge.parameters()], "weight_decay": 0.0}]
 
 
 def _rate(step: int, warmup: int, steps: int) -> float:
@@ -120,7 +132,8 @@ def _save(
     args: argparse.Namespace, model: Qwen3_5ForCausalLM, text_tokenizer: PreTrainedTokenizerFast, seconds: float
 ) -> dict[str, object]:
     """Round the weights to bfloat16, measure those, and write everything."""
-    model = model.to(torch.bfloat16).to(torch.float32).eval()
+    torch.nn.Module.to(model, torch.bfloat16)
+    torch.nn.Module.to(model.eval(), torch.float32)
     report: dict[str, object] = {
         "heldout_accuracy": accuracy(model, text_tokenizer, args.final_pages),
         "heldout_prompts": args.final_pages * 16,
@@ -128,9 +141,10 @@ def _save(
         "training_seconds": round(seconds, 1),
         "device": torch.cuda.get_device_name() if torch.device(args.device).type == "cuda" else platform.processor(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "arguments": {name: value for name, value in vars(args).items() if name not in ("out", "start")},
     }
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(args.out)
     text_tokenizer.save_pretrained(args.out)
     (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -147,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=100, help="steps until the peak")
     parser.add_argument("--text-weight", type=float, default=0.5, help="share of the loss on the offers' text")
+    parser.add_argument("--clause-weight", type=float, default=1.0, help="share of the loss on single clauses")
+    parser.add_argument("--start", type=Path, help="folder with weights to go on from, instead of random ones")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of three GDN layers and one attention layer")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast the products")

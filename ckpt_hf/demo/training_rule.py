@@ -118,7 +118,9 @@ def causal_conv1d(
     """Stand-in for transformers' function: ``[B, C, T]`` with weights ``[C, W]``, as W shifted products."""
     width, tokens = weight.shape[1], hidden_states.shape[-1]
     padded = pad(hidden_states, (width - 1, 0))
-    output = sum(weight[:, tap, None] * padded[..., tap : tap + tokens] for tap in range(width))
+    output = weight[:, :1] * padded[..., :tokens]
+    for tap in range(1, width):
+        output = output + weight[:, tap, None] * padded[..., tap : tap + tokens]
     if bias is not None:
         output = output + bias[:, None]
     return (silu(output) if activation == "silu" else output).to(hidden_states.dtype)

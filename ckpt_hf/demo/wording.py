@@ -7,11 +7,11 @@ one word is not enough.
 
 from __future__ import annotations
 
-COLORS = tuple(
-    f"{shade}{hue}"
-    for hue in ("green", "blue", "red", "grey", "brown", "pink")
-    for shade in ("", "dark ", "light ")
-) + ("black", "white", "ivory", "turquoise", "mustard", "terracotta", "burnt orange", "pale yellow")
+COLORS = (
+    "green", "dark green", "light green", "blue", "dark blue", "light blue", "red", "dark red", "light red", "grey",
+    "dark grey", "light grey", "brown", "dark brown", "light brown", "pink", "dark pink", "light pink", "black",
+    "white", "ivory", "turquoise", "mustard", "terracotta", "burnt orange", "pale yellow",
+)  # fmt: skip
 
 MATERIALS = (
     "stainless steel", "carbon steel", "cast iron", "copper", "brass", "bamboo", "oiled oak", "solid oak", "walnut",

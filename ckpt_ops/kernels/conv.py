@@ -101,9 +101,7 @@ def conv_prefill_kernel(
     back = tl.arange(0, BW) + 1
     history = tl.zeros((BW, BC), states.dtype.element_ty)
     if base == 0:
-        history = load_history(
-            x, cu_seqlens, states, sources, parents, x_stride, segment, 0, channel, C=C, W=W, BW=BW
-        )
+        history = load_history(x, cu_seqlens, states, sources, parents, x_stride, segment, 0, channel, C=C, W=W, BW=BW)
     result = tl.zeros((BT, BC), tl.float32)
     if HAS_BIAS:
         result += tl.load(bias + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]

@@ -116,6 +116,8 @@ def conv_decode_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=in_c)
     # A column is written by another thread than the one that read it: all reads must be done before the first write.
     tl.debug_barrier()
-    tl.store(place - 1, old.to(states.dtype.element_ty), mask=((column > 0) & (column < W - 1))[:, None] & in_c[None, :])
+    tl.store(
+        place - 1, old.to(states.dtype.element_ty), mask=((column > 0) & (column < W - 1))[:, None] & in_c[None, :]
+    )
     newest = states + (slot * C + channel) * (W - 1) + W - 2
     tl.store(newest, token.to(tl.float32).to(states.dtype.element_ty), mask=in_c)

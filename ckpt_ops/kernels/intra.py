@@ -9,8 +9,11 @@ section 3.3; UT transform: arXiv 2406.06484)::
 Keys and queries are used as they came, exact in their dtype, and the norms go into T's system, A and three vectors, so
 normalised copies are never rounded or stored. ``I + L`` is inverted in two steps: its 16 x 16 diagonal blocks by
 forward substitution in fp32 (product forms lose two digits on correlated keys), then, with ``D`` those blocks and
-``N = D^-1 (I + L - D)`` strictly block lower, so ``N^4 = 0`` in four blocks or less: ``(I + L)^-1 = (I - N)(I + N^2) D^-1``. Entries are
-bounded by 1, so half precision inputs use fp16 operands there, which have three bits more than bf16.
+``N = D^-1 (I + L - D)`` strictly block lower, so ``N^4 = 0`` in four blocks or less::
+
+    (I + L)^-1 = (I - N)(I + N^2) D^-1
+
+Entries are bounded by 1, so half precision inputs use fp16 operands there, which have three bits more than bf16.
 """
 
 from __future__ import annotations
@@ -22,24 +25,38 @@ from ckpt_ops.kernels.common import find_segment
 
 
 @triton.jit
-def invert_unit_lower(lower, BT: tl.constexpr, OPERAND: tl.constexpr):
-    """``(I + lower)^-1`` for a strictly lower triangular fp32 ``[BT, BT]``, BT one of 16, 32 and 64."""
+def invert_diagonal_blocks(lower, inbox, outbox, BT: tl.constexpr):
+    """Block diagonal fp32 ``[BT, BT]`` of the inverses of the 16 x 16 diagonal blocks of ``I + lower``.
+
+    Each thread owns a column of one block and substitutes on its own, so the 15 dependent steps need neither shuffles
+    nor barriers; that takes a layout change by way of memory, ``inbox`` and ``outbox``, fp32 ``[BT * 16]`` each. Within
+    ``inbox`` blocks are stored transposed: without contiguity to exploit, the compiler keeps columns on threads.
+    """
     SIZE: tl.constexpr = 16
-    COUNT: tl.constexpr = BT // SIZE
-    tiles = tl.reshape(lower, (COUNT, SIZE, COUNT, SIZE))
-    block = tl.arange(0, COUNT)
-    on_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
-    corner = tl.sum(tl.where(on_diagonal, tiles, 0.0), axis=2)  # [COUNT, SIZE, SIZE]
+    lane = tl.arange(0, BT)
+    block, inner = lane // SIZE, lane % SIZE
+    same = block[:, None] == block[None, :]
+    tl.store(inbox + block[:, None] * (SIZE * SIZE) + inner[None, :] * SIZE + inner[:, None], lower, mask=same)
+    tl.debug_barrier()
+    column = tl.arange(0, 128)  # more than BT: the rest repeats, so that each of 128 threads has one
+    owner = (column // SIZE) % (BT // SIZE)
     row = tl.arange(0, SIZE)
-    at_row = row[None, :, None]
-    inverse = tl.where(at_row == row[None, None, :], 1.0, 0.0) + tl.zeros((COUNT, SIZE, SIZE), tl.float32)
-    for i in range(1, SIZE):
-        factors = tl.sum(tl.where(at_row == i, corner, 0.0), axis=1)  # [COUNT, SIZE], row i of each block
-        change = tl.sum(factors[:, :, None] * inverse, axis=1)
-        inverse = tl.where(at_row == i, inverse - change[:, None, :], inverse)
-    diagonal = tl.where(on_diagonal, inverse[:, :, None, :], 0.0)
-    diagonal = tl.reshape(diagonal, (BT, BT))
-    outside = tl.reshape(tl.where(on_diagonal, 0.0, tiles), (BT, BT))
+    inverse = tl.where(row[:, None] == (column % SIZE)[None, :], 1.0, 0.0)
+    place = inbox + owner[None, :] * (SIZE * SIZE) + row[:, None] * SIZE
+    for i in tl.static_range(1, SIZE):
+        change = tl.sum(tl.load(place + i) * inverse, axis=0)
+        inverse = tl.where((row == i)[:, None], inverse - change[None, :], inverse)
+    tl.store(outbox + row[:, None] * BT + column[None, :], inverse, mask=(column < BT)[None, :])
+    tl.debug_barrier()
+    return tl.load(outbox + inner[:, None] * BT + lane[None, :], mask=same, other=0.0)
+
+
+@triton.jit
+def invert_unit_lower(lower, inbox, outbox, BT: tl.constexpr, OPERAND: tl.constexpr):
+    """``(I + lower)^-1`` for a strictly lower triangular fp32 ``[BT, BT]``, BT one of 16, 32 and 64."""
+    lane = tl.arange(0, BT)
+    diagonal = invert_diagonal_blocks(lower, inbox, outbox, BT)
+    outside = tl.where((lane // 16)[:, None] == (lane // 16)[None, :], 0.0, lower)
     start = diagonal.to(OPERAND)
     nilpotent = tl.dot(start, outside.to(OPERAND), input_precision="ieee")
     factor = nilpotent.to(OPERAND)
@@ -116,9 +133,13 @@ def intra_kernel(
     products = tl.dot(keys, tl.trans(keys), input_precision="ieee")
     lower = products * decay * (strength * key_norm)[:, None]
     lower = tl.where(lane[:, None] > lane[None, :], lower, 0.0)
-    inverse = invert_unit_lower(lower, BT, SOLVE_OPERAND)
-
     place = chunk.to(tl.int64) * HV + head
+    # Until they are written, T's and A's own places are the scratch: 64 BT bytes needed, 2 BT^2 (half, BT 64) or 4 BT^2.
+    inbox = (solve + place * (BT * BT)).to(tl.pointer_type(tl.float32))
+    outbox = (attend + place * (BT * BT)).to(tl.pointer_type(tl.float32))
+    inverse = invert_unit_lower(lower, inbox, outbox, BT, SOLVE_OPERAND)
+    tl.debug_barrier()
+
     tile = place * (BT * BT) + lane[:, None] * BT + lane[None, :]
     tl.store(solve + tile, (inverse * strength[None, :]).to(solve.dtype.element_ty))
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")

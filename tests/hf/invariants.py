@@ -93,6 +93,7 @@ def _check_owners(sim: Simulation) -> None:
     for checkpoint in checkpoints:
         assert checkpoint.slot is None or sim.slots.owner(checkpoint.slot) == checkpoint.key
     sim.kv_rows.check_integrity()
-    holders = Counter(holder.kv for holder in (*requests, *checkpoints) if holder.kv is not None)
+    holders = Counter(request.kv for request in requests if request.kv is not None)
+    holders.update(checkpoint.kv for checkpoint in checkpoints if checkpoint.kv is not None)
     holders.update(segment.parent for segment in sim.kv_rows.segments if segment.parent is not None)
     assert holders == {segment: segment.refs for segment in sim.kv_rows.segments}

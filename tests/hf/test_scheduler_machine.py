@@ -69,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what callers can do between two steps, and the ways in which a step can end."""
 
     @initialize(
-        budget=st.sampled_from([1, 64, 100, 128, 192, 300, 4096]),
+        budget=st.sampled_from([1, 100, 127, 128, 190, 300, 4096]),
         slots=st.sampled_from([None, 0, 1, 2, 4]),
         max_bytes=st.sampled_from([None, 0, 1500, 4000, 100_000]),
         arriving=st.lists(prompts(), min_size=1, max_size=6),
@@ -122,9 +122,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(request.status is RequestStatus.FINISHED for request in chosen)
 
     @precondition(lambda self: self.sim.scheduler.requests)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), before_its_first_token=st.booleans())
+    def cancel(self, data: st.DataObject, before_its_first_token: bool) -> None:
         requests = self.sim.scheduler.requests
+        if before_its_first_token:
+            requests = tuple(r for r in requests if r.status is not RequestStatus.DECODE) or requests
         self.sim.cancel(requests[data.draw(st.integers(0, len(requests) - 1), label="row")])
 
     @rule(what=st.sampled_from(["clear", "compact", "enforce_limits"]))

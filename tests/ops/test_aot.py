@@ -12,12 +12,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckpt_ops import Segment, SegmentTable, launch
+from ckpt_ops import Segment, SegmentTable, launch, launch_conv
+from ckpt_ops.blocks import Config, choose_config
 from ckpt_ops.testing import make_delta_rule_inputs, make_pool
 
 # Shared memory that one block may have, in bytes.
 LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-KERNELS = ("intra_kernel", "chain_kernel", "gdn_decode_kernel", "conv_prefill_kernel", "conv_decode_kernel")
+DELTA_RULE = ("intra_kernel", "chain_kernel", "gdn_decode_kernel")
+CONVOLUTION = ("conv_prefill_kernel", "conv_decode_kernel")
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 SHAPES = [
     (torch.bfloat16, 64, 64),
@@ -63,9 +65,11 @@ class Recorder:
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
-    found = {name: Recorder(getattr(launch, name)) for name in KERNELS}
-    for name, recorder in found.items():
-        monkeypatch.setattr(launch, name, recorder)
+    found = {}
+    for module, names in ((launch, DELTA_RULE), (launch_conv, CONVOLUTION)):
+        for name in names:
+            found[name] = Recorder(getattr(module, name))
+            monkeypatch.setattr(module, name, found[name])
     return found
 
 
@@ -79,10 +83,10 @@ def test_delta_rule_kernels(
     dim_v: int,
     capability: int,
 ) -> None:
-    def config(_: torch.device, *shape: Any) -> launch.Config:
-        return launch.choose_config(capability, *shape)
+    def config(_: torch.device, *shape: Any) -> Config:
+        return choose_config(capability, *shape)
 
-    monkeypatch.setattr(launch, "_config", config)
+    monkeypatch.setattr(launch, "config_for", config)
     table = SegmentTable.build([Segment(64, destination=0), Segment(64, parent=0, destination=1)], 2, "cpu")
     inputs = make_delta_rule_inputs(128, 2, 4, dim_k, dim_v, dtype=dtype)
     states = make_pool(2, 4, dim_k, dim_v)
@@ -90,7 +94,7 @@ def test_delta_rule_kernels(
     launch.two_phase_gdn_prefill(*inputs.tensors(), *links, table.parents, table.phase_offsets)
     launch.gdn_decode(*inputs.rows(0, 2).tensors(), states, table.sources)
     assert len(recorders["chain_kernel"].launches) == 2
-    for name in KERNELS[:3]:
+    for name in DELTA_RULE:
         compiled = list(recorders[name].compile(capability))
         assert compiled
         for binary in compiled:
@@ -106,7 +110,7 @@ def test_convolution_kernels(recorders: dict[str, Recorder], dtype: torch.dtype,
     links = (table.cu_seqlens, states, table.sources, table.destinations, table.parents)
     launch.causal_conv1d_prefill(x, weight, None, *links, "silu")
     launch.causal_conv1d_decode(x[:2], weight, bias, states, table.sources, "silu")
-    for name in KERNELS[3:]:
+    for name in CONVOLUTION:
         compiled = list(recorders[name].compile(capability))
         assert compiled
         for binary in compiled:

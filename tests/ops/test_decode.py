@@ -17,7 +17,9 @@ SLOTS = torch.tensor([4, -1, 0, 2, -1], dtype=torch.int32)
 WRITTEN = [4, 0, 2]
 
 
-@pytest.mark.parametrize("dims", [(2, 2, 64, 64), (2, 4, 128, 128), (1, 4, 96, 64), (1, 2, 256, 48), (1, 1, 5, 3)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(2, 2, 64, 64), (2, 4, 128, 128), (1, 4, 96, 64), (1, 2, 256, 48), (1, 1, 5, 3)], ids=str
+)
 @DTYPES
 def test_gdn_decode(backend: Backend, dtype: torch.dtype, dims: tuple[int, int, int, int]) -> None:
     if not backend.supports(dtype):
@@ -93,12 +95,14 @@ def test_decode_of_an_empty_batch(backend: Backend) -> None:
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize(("channels", "width"), [(64, 4), (33, 2), (300, 3), (40, 8)])
 @DTYPES
-def test_conv_decode(
-    backend: Backend, dtype: torch.dtype, channels: int, width: int, activation: str | None
-) -> None:
+def test_conv_decode(backend: Backend, dtype: torch.dtype, channels: int, width: int, activation: str | None) -> None:
     if not backend.supports(dtype):
         pytest.skip("not a dtype of this backend")
-    x, weight, bias = make_pool(5, channels, dtype=dtype), make_pool(channels, width, seed=2), make_pool(channels, seed=3)
+    x, weight, bias = (
+        make_pool(5, channels, dtype=dtype),
+        make_pool(channels, width, seed=2),
+        make_pool(channels, seed=3),
+    )
     states = make_pool(6, channels, width - 1, dtype=dtype, seed=4, used=set(WRITTEN))
     out, after = backend.conv_decode(x, weight, bias, states, SLOTS, activation)
     expected, final = causal_conv1d_decode_reference(x, weight, bias, states, SLOTS, activation=activation)

@@ -171,9 +171,7 @@ def test_views_of_one_projection(backend: Backend) -> None:
     )
     pool = make_pool(14, heads_v, dim, dim)
     table = backend.table(segments, 14)
-    for result, expected in zip(
-        backend.prefill(views, pool, table), backend.prefill(dense, pool, table), strict=True
-    ):
+    for result, expected in zip(backend.prefill(views, pool, table), backend.prefill(dense, pool, table), strict=True):
         assert torch.equal(result, expected)
     strided = replace(dense, q=dense.q.mT.contiguous().mT, g=dense.g.t().contiguous().t())
     assert torch.equal(backend.prefill(strided, pool, table)[0], backend.prefill(dense, pool, table)[0])

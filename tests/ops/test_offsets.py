@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from ops_harness import Backend
@@ -31,12 +33,12 @@ def _huge_pool(backend: Backend, *slot_shape: int) -> tuple[Tensor, int]:
 def _on_pool(backend: Backend, name: str, tensors: tuple[Tensor, ...], pool: Tensor, *rest: object) -> Tensor:
     """The op in place on ``pool``, which the harness's own helpers would copy."""
     if not backend.direct:
-        result: Tensor = getattr(torch.ops.ckpt_ops, name)(*tensors, *_flat(pool, rest))
-        return result
-    from ckpt_ops import launch
+        function: Callable[..., Tensor] = getattr(torch.ops.ckpt_ops, name)
+    else:
+        from ckpt_ops import launch
 
-    result = getattr(launch, name)(*tensors, *_flat(pool, rest))
-    return result
+        function = getattr(launch, name)
+    return function(*tensors, *_flat(pool, rest))
 
 
 def _flat(pool: Tensor, rest: tuple[object, ...]) -> tuple[object, ...]:
