@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ckpt_hf
-import ckpt_hf.demo
 from benchmarks.measure import Timer, Timing
 from benchmarks.tables import Row, make_rows
 from ckpt_hf.demo import catalog
+from ckpt_hf.demo.embedded import load_model
 
-MODEL_DIRECTORY = Path(ckpt_hf.demo.__file__).parent / "model"
 NEW_TOKENS = 4
 TITLES = {
     "unpatched": "transformers, nothing shared",
@@ -53,11 +51,7 @@ class Catalog:
 
 def load_catalog(device: torch.device, pages: int, offers: int, seed: int) -> Catalog:
     """The shipped model on ``device`` in fp32, with tokenised prompts of held-out pages."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY, dtype=torch.float32)
-    model = model.to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY, padding_side="left")
+    model, tokenizer = load_model(device)
     ckpt_hf.register_marker(tokenizer)
     drawn = list(catalog.pages("heldout", seed, pages, offers))
 

@@ -84,7 +84,11 @@ def report_model(timer: Timer, seed: int, figures: dict[str, Any]) -> list[str]:
     title = (
         "embedded model, whole generate calls; ratio against the unpatched model; error: share of answers that differ"
     )
-    rows, failures = measure_embedded(replace(timer, warmups=1, repetitions=max(1, timer.repetitions // 4)), seed)
+    few = replace(timer, warmups=1, repetitions=max(1, timer.repetitions // 4))
+    try:
+        rows, failures = measure_embedded(few, seed)
+    except RuntimeError as failure:
+        return [f"embedded model: {failure}"]
     print(format_table(title, rows, TITLES))
     figures["tables"].append({"title": title, "rows": [asdict(row) for row in rows]})
     return failures

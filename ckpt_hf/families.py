@@ -71,6 +71,11 @@ def find_layers(model: nn.Module) -> ModelLayers:
         raise CheckpointValueError(f"model is a {type(model).__name__}; supported are {names}")
     bases = tuple(PACKED_CLASSES)
     stateful: list[Any] = [m for m in model.modules() if isinstance(m, bases)]
+    for layer in stateful:
+        if type(layer) not in (*PACKED_CLASSES, *PACKED_CLASSES.values()):
+            raise CheckpointValueError(
+                f"model has a layer of class {type(layer).__name__}, whose changes to its parent a patch would lose"
+            )
     gdn = {m.layer_idx: m for m in stateful if hasattr(m, "A_log")}
     attention = {m.layer_idx: m for m in stateful if not hasattr(m, "A_log")}
     if not gdn:

@@ -98,7 +98,8 @@ def _generate_marked(
         prompts = read_prompts(
             input_ids, mask, marker_id=runner.marker, checkpoint_positions=positions, pad_token_id=pad
         )
-        ids, mask = pad_prompts(prompts, pad, input_ids.device)
+        # Without any pad id the padding's content is free: the mask hides it.
+        ids, mask = pad_prompts(prompts, pad or 0, input_ids.device)
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
         reason = reason_for_handover(model, config, mode, custom, model_kwargs)
     except InteriorPaddingError:

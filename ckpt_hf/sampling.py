@@ -81,10 +81,11 @@ def sample_packed(
         for request in requests:
             runner.scheduler.add(request)
         loop = _DecodingLoop(requests, packed_call, logits_processor, stopping_criteria, generation_config)
-        return loop.run(input_ids)
+        result = loop.run(input_ids)
     finally:
         runner.finish(requests)
-        _count(packed_call, requests)
+    _count(packed_call, requests)
+    return result
 
 
 def _requests(call: PackedCall, copies: int) -> list[Request]:

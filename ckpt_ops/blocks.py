@@ -41,9 +41,8 @@ def choose_config(capability: int, dim_k: int, dim_v: int, dtype: torch.dtype) -
     half = dtype != torch.float32
     small = capability in (86, 89, 120, 121)
     # fp32 products run on the FMA units, which hold whole operands in registers: shorter chunks and thinner slices.
-    limit_v, chunk = (64, CHUNK) if half else (16, 32)
-    if block_k > 128:
-        limit_v, chunk = (32, CHUNK) if half else (16, 16)
+    limit_v = (64 if block_k <= 128 else 32) if half else 16
+    chunk = CHUNK if half else (32 if block_k <= 64 else 16)
     return Config(
         chunk=chunk,
         block_k=block_k,

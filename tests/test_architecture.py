@@ -26,6 +26,7 @@ errors config markers plain_text seams chat_cuts encode prompt_checks prompts
 identity keys kv slots index requests plan draft scheduler stats
 pools attention batch layers families runner export handover sampling generate patching __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
+demo.embedded demo.compare demo.report __main__
 """
 _WITHOUT_TORCH = "errors config markers keys kv slots index requests plan draft scheduler stats"
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import ckpt_ops
 from benchmarks.arms import ARMS, Arm, InFull, TokenSerialBatched, TwoPhase
 from benchmarks.loads import SHARD, WHOLE_LAYER, Load, Shape, on_cpu
-from benchmarks.measure import Timer, Timing, capture
-from benchmarks.report import main, parse_arguments, plan
-from benchmarks.tables import format_table, make_rows
+from benchmarks.measure import capture
+from benchmarks.peers import FlaInFull, FlaOneByOne, FlaTwoCalls, peer_arms
 from benchmarks.token_serial import RawGates
 from benchmarks.workload import START_SLOT, Workload
 from ckpt_ops import Segment, SegmentTable
@@ -37,6 +37,28 @@ def test_arm_agrees_with_fp64(kind: type[Arm], shape: Shape, dtype: torch.dtype)
     assert arm.check() <= work.part.budget
     arm.check()  # again: a run leaves nothing behind that the next one would read
     assert all(torch.equal(pool[START_SLOT], before) for pool, before in zip(work.part.pools, start, strict=True))
+
+
+@pytest.mark.parametrize("kind", [FlaInFull, FlaOneByOne, FlaTwoCalls], ids=lambda arm: arm.name)
+def test_peer_arm_moves_states_to_where_they_belong(kind: type[Arm], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the peer's function, which needs a GPU: packed states in and out, one sequence batch."""
+
+    def chunk_gated_delta_rule(
+        *tokens: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, **options: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert options == {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        states, slots = initial_state.clone(), range(len(initial_state))
+        table = SegmentTable.from_cu_seqlens(cu_seqlens.tolist(), len(slots), "cpu", sources=slots, destinations=slots)
+        out = ckpt_ops.gdn_prefill(*(x[0] for x in tokens), states, table)
+        return out[None], states
+
+    stand_in = ModuleType("fla.ops.gated_delta_rule")
+    stand_in.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
+    for name, module in (("fla", ModuleType("fla")), ("fla.ops", ModuleType("fla.ops")), (stand_in.__name__, stand_in)):
+        monkeypatch.setitem(sys.modules, name, module)
+    work = Workload(replace(SHAPES[0], dim=32), RAGGED, "cpu")
+    assert kind(work).check() <= work.part.budget
+    assert peer_arms(SHAPES[0], torch.device("cpu")) == ()
 
 
 def test_a_wrong_arm_is_noticed() -> None:
@@ -159,82 +181,3 @@ def test_loads_without_a_consumer_for_each_producer_are_refused() -> None:
         Load((3, 4), (5,))
     assert Load.of(1, 512, 16, 64).name == "1 x 512 + 16 x 64"
     assert RAGGED.name == "(70, 5, 1) + (3, 64, 0, 1, 9)"
-
-
-def test_the_published_loads_and_shapes() -> None:
-    (whole, loads), (shard, shard_loads) = plan(torch.device("cuda"), long=False)
-    assert (whole.heads_k, whole.heads_v, whole.dim, whole.dtype) == (16, 32, 128, torch.bfloat16)
-    assert (shard.heads_k, shard.heads_v, shard.conv_width) == (4, 8, 4)
-    assert [(load.producers, load.consumers) for load in loads] == [((512,), (64,) * n) for n in (1, 2, 4, 8, 16)]
-    assert shard_loads == loads
-    options = parse_arguments([])
-    assert (options.warmups, options.repetitions, options.seed) == (5, 20, 1)
-
-
-def test_summary_and_ratio() -> None:
-    timing = Timing.of([1e-6 * n for n in range(1, 12)])
-    assert (timing.median, timing.p10, timing.p90) == pytest.approx((6.0, 2.0, 10.0))
-    single = Timing.of([2e-6])
-    rows = make_rows("load", {("slow", "eager"): (timing, 0.0), ("fast", "eager"): (single, 1e-3)}, "slow")
-    assert [row.ratio for row in rows] == pytest.approx([1.0, 3.0])
-    assert make_rows("load", {("fast", "graph"): (single, 0.0)}, "slow")[0].ratio is None
-    lines = format_table("title", rows, {"slow": "the slow one", "fast": "the fast one"}).splitlines()
-    assert lines[0] == "title"
-    assert "the fast one" in lines[4]
-    assert "3.00" in lines[4]
-
-
-def test_timer_counts_calls() -> None:
-    calls: list[int] = []
-    Timer(torch.device("cpu"), warmups=2, repetitions=3).eager(lambda: calls.append(1))
-    assert len(calls) == 5
-
-
-def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = [(replace(shape, dim=16), (Load.of(1, 9, 2, 3),)) for shape in SHAPES]
-    monkeypatch.setattr("benchmarks.report.plan", lambda device, long: tiny)
-    target = tmp_path / "figures.json"
-    arguments = ["--device", "cpu", "--no-model", "--warmups", "1", "--repetitions", "2", "--json", str(target)]
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    figures = json.loads(target.read_text())
-    assert torch.__version__ in printed
-    assert all(arm.title in printed for arm in ARMS)
-    assert [len(table["rows"]) for table in figures["tables"]] == [len(ARMS)] * 2
-    assert {"device", "torch", "triton", "commit"} <= set(figures["environment"])
-
-
-def test_report_names_a_wrong_arm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.report.plan", lambda device, long: [(SHAPES[0], (Load.of(1, 9, 2, 3),))])
-    monkeypatch.setattr(TwoPhase, "run", lambda self: [torch.zeros_like(self.part.tokens[2])])
-    arguments = ["--device", "cpu", "--no-model", "--warmups", "1", "--repetitions", "1", "--arms", "two_phase"]
-    assert main(arguments) == 1
-    printed = capsys.readouterr()
-    assert "not timed: two-phase, one packed call: 1 x 9 + 2 x 3: relative error" in printed.err
-    assert TwoPhase.title not in printed.out
-
-
-@pytest.fixture
-def model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random model in the embedded one's architecture, which needs no accuracy to be compared with itself."""
-    from ckpt_hf.demo import tokenizer
-    from ckpt_hf.demo.architecture import make_config, make_model
-
-    torch.manual_seed(0)
-    text_tokenizer = tokenizer.build()
-    make_model(make_config(text_tokenizer)).save_pretrained(tmp_path)
-    text_tokenizer.save_pretrained(tmp_path)
-    monkeypatch.setattr("benchmarks.embedded.MODEL_DIRECTORY", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("model_directory")
-def test_embedded_arms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import embedded
-
-    timer = Timer(torch.device("cpu"), warmups=1, repetitions=1)
-    rows, failures = embedded.measure_embedded(timer, seed=1, pages=2, offers=2)
-    assert [row.arm for row in rows] == list(embedded.TITLES)
-    assert not failures
-    monkeypatch.setattr(embedded.Catalog, "generate", lambda self, batches: [torch.rand(2, 4)])
-    assert len(embedded.measure_embedded(timer, seed=1, pages=1, offers=2)[1]) == 3

@@ -26,7 +26,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, roun
         layer_types=[*["linear_attention"] * 3, "full_attention"] * rounds,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=64,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=32,
@@ -35,7 +35,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, roun
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.04,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         eos_token_id=tokenizer.eos_token_id,
     )
 

@@ -28,33 +28,30 @@ ANSWERS = (SAME, *ATTRIBUTES)
 
 _SAME_SHARE = 0.25
 _OFFERED = (6, 9)
-_DISTRACTORS = (6, 10)
+_DISTRACTORS = (8, 12)
 _TITLE_EXTRAS = ("color", "material", "capacity", "model")
 _SPLIT_KEYS = ("type", "brand", "color", "material")
 _HELDOUT_SHARE = 8  # one combination in so many is held out
-_WORDS: Mapping[str, tuple[str, ...]] = {
+_VALUES: Mapping[str, tuple[str, ...]] = {
     "type": wording.TYPES,
     "brand": wording.BRANDS,
     "color": wording.COLORS,
     "material": wording.MATERIALS,
+    "capacity": wording.CAPACITIES,
+    "height": wording.HEIGHTS,
+    "weight": wording.WEIGHTS,
+    "pack": wording.PACKS,
+    "model": wording.MODELS,
     "origin": wording.ORIGINS,
 }
-_RANGES: Mapping[str, tuple[int, int]] = {
-    "capacity": (1, 249),  # tenths of a litre
-    "height": (6, 96),
-    "weight": (110, 2990),
-    "pack": (2, 12),
-    "model": (100, 9999),
-}
-_MODEL_LETTERS = "BCDFGHKLMNPRSTVXZ"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """One candidate: its text, and ``same`` or the name of the attribute in which it differs from its page.
 
-    ``product`` holds the offered product's attribute values, those that the text leaves out included; ``changed`` is the
-    place, among the text's clauses, of the one that differs from the page, None if all agree.
+    ``product`` holds the offered product's attribute values, those that the text leaves out included; ``changed`` is
+    the place, among the text's clauses, of the one that differs from the page, None if all agree.
     """
 
     text: str
@@ -95,9 +92,9 @@ def make_page(split: Split, seed: int, index: int, offers: int = 16) -> Page:
     if offers < 0:
         raise CheckpointValueError(f"offers must be >= 0, got {offers}")
     rng = random.Random(f"{split}/{seed}/{index}")
-    product = {name: _value(rng, name) for name in ATTRIBUTES}
+    product = {name: rng.choice(_VALUES[name]) for name in ATTRIBUTES}
     while split_of(product) != split:
-        product.update((name, _value(rng, name)) for name in _SPLIT_KEYS)
+        product.update((name, rng.choice(_VALUES[name])) for name in _SPLIT_KEYS)
     text = _page_text(rng, product)
     return Page(text, product, tuple(_offer(rng, product, split) for _ in range(offers)))
 
@@ -122,35 +119,13 @@ def prompt(page: Page, offer: Offer, marker: str = "") -> str:
     return shared_text(page) + marker + question_text(offer)
 
 
-def _value(rng: random.Random, name: str) -> str:
-    if name in _WORDS:
-        return rng.choice(_WORDS[name])
-    low, high = _RANGES[name]
-    number = rng.randint(low, high)
-    if name == "capacity":
-        return f"{number // 10}.{number % 10}"
-    return f"{rng.choice(_MODEL_LETTERS)}{rng.choice(_MODEL_LETTERS)}-{number}" if name == "model" else str(number)
-
-
 def _other_values(rng: random.Random, product: Mapping[str, str], name: str, split: Split) -> list[str]:
-    """Plausible other values that keep the product in its split; half of the time ones that share a word or digits."""
-    value, near = product[name], rng.random() < 0.5
-    if name not in _WORDS:
-        drawn = _near_number(rng, name, value) if near else _value(rng, name)
-        return [drawn] if drawn != value else _other_values(rng, product, name, split)
-    others = [other for other in _WORDS[name] if other != value and split_of({**product, name: other}) == split]
+    """Other values that keep the product in its split; half of the time those that share a word, if there are any."""
+    value = product[name]
+    others = [other for other in _VALUES[name] if other != value and split_of({**product, name: other}) == split]
     words = set(value.split())
-    return [other for other in others if near and words & set(other.split())] or others
-
-
-def _near_number(rng: random.Random, name: str, value: str) -> str:
-    """``value`` with one digit drawn anew, within the attribute's range."""
-    low, high = _RANGES[name]
-    place = rng.choice([place for place, character in enumerate(value) if character.isdigit()])
-    near = value[:place] + rng.choice("0123456789") + value[place + 1 :]
-    number = near.rpartition("-")[2].replace(".", "")
-    written = str(int(number)) if name != "capacity" else number.lstrip("0").zfill(2)
-    return near if written == number and low <= int(number) <= high else value
+    near = [other for other in others if words & set(other.split())]
+    return near if near and rng.random() < 0.5 else others
 
 
 def _page_text(rng: random.Random, product: Mapping[str, str]) -> str:
@@ -162,7 +137,7 @@ def _page_text(rng: random.Random, product: Mapping[str, str]) -> str:
         if name not in ("type", "brand", *titled) or rng.random() < 0.3
     ]
     for template in rng.sample(wording.DISTRACTORS, rng.randint(*_DISTRACTORS)):
-        words = {name: rng.choice(values) for name, values in _WORDS.items()}
+        words = {name: rng.choice(values) for name, values in _VALUES.items()}
         numbers = {"digit": rng.randint(2, 9), "small": rng.randint(11, 89), "number": rng.randint(14, 980)}
         sentences.append(template.format(**words, **numbers))
     rng.shuffle(sentences)

@@ -13,7 +13,7 @@ PAD = "<|pad|>"
 END = "<|endoftext|>"
 MAX_POSITIONS = 2048
 
-_VOCABULARY = 896
+_VOCABULARY = 960
 _TRAINING_PAGES = 1500
 _OFFERS = 4
 
@@ -21,13 +21,10 @@ _OFFERS = 4
 def build(seed: int = 0) -> PreTrainedTokenizerFast:
     """Train the tokenizer on pages and offers of the training split.
 
-    Digits are tokens of their own, so that a number is compared digit by digit, and padding is on the left, as
-    ``generate`` wants it.
+    Padding is on the left, as ``generate`` wants it.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY,

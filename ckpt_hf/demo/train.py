@@ -2,8 +2,9 @@
 
 Plain transformers training on the catalog task. A row is a page with several offers and their answers, which gives
 several answers for one reading of the page; the first offer of each row is the very format of inference. The loss is
-the mean cross entropy of the answers plus a share of the mean cross entropy of the offers' text: predicting a value
-that the page states is the look-up that the answer needs, and it is learned from many more tokens.
+the mean cross entropy of the answers plus shares of two others that teach what an answer needs, from many more tokens:
+of the offers' text, since predicting a value that the page states is looking it up; and of a judge, thrown away after
+training, that reads off the hidden state at the end of each clause whether the clause differs from the page.
 
 The same seed draws the same weights and batches on every machine; the sums of a GPU's backward pass are not ordered,
 so two runs agree in accuracy, not bit for bit.
@@ -32,6 +33,9 @@ from ckpt_hf.demo.architecture import make_config, make_model
 from ckpt_hf.demo.batches import Batch, Steps, collate
 from ckpt_hf.demo.training_rule import training_rule
 
+_PAGES_AT_ONCE = 16
+_HELDOUT_SEED = 1_000_003  # apart from the training stream even where the splits would not be
+
 
 class Losses(NamedTuple):
     """Mean cross entropies, float32 scalars."""
@@ -39,10 +43,6 @@ class Losses(NamedTuple):
     answers: Tensor
     text: Tensor
     clauses: Tensor
-
-
-_PAGES_AT_ONCE = 16
-_HELDOUT_SEED = 1_000_003  # apart from the training stream even where the splits would not be
 
 
 def losses(model: Qwen3_5ForCausalLM, judge: nn.Linear, batch: Batch) -> Losses:
@@ -78,6 +78,7 @@ def accuracy(model: Qwen3_5ForCausalLM, text_tokenizer: PreTrainedTokenizerFast,
 def train(args: argparse.Namespace) -> dict[str, object]:
     """Train, write the model to ``args.out`` and return the report that is written beside it."""
     torch.manual_seed(args.seed)
+    earlier = None if args.start is None else json.loads((args.start / "training.json").read_text())
     text_tokenizer = tokenizer.build()
     model = make_model(make_config(text_tokenizer, args.hidden, args.rounds))
     if args.start is not None:
@@ -86,7 +87,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     started = time.perf_counter()
     with training_rule():
         _optimize(args, model, text_tokenizer)
-    return _save(args, model, text_tokenizer, time.perf_counter() - started)
+    return _save(args, model, text_tokenizer, time.perf_counter() - started, earlier)
 
 
 def _optimize(args: argparse.Namespace, model: Qwen3_5ForCausalLM, text_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -129,7 +130,11 @@ def _loader(args: argparse.Namespace, text_tokenizer: PreTrainedTokenizerFast) -
 
 
 def _save(
-    args: argparse.Namespace, model: Qwen3_5ForCausalLM, text_tokenizer: PreTrainedTokenizerFast, seconds: float
+    args: argparse.Namespace,
+    model: Qwen3_5ForCausalLM,
+    text_tokenizer: PreTrainedTokenizerFast,
+    seconds: float,
+    earlier: dict[str, object] | None,
 ) -> dict[str, object]:
     """Round the weights to bfloat16, measure those, and write everything."""
     torch.nn.Module.to(model, torch.bfloat16)
@@ -142,6 +147,7 @@ def _save(
         "device": torch.cuda.get_device_name() if torch.device(args.device).type == "cuda" else platform.processor(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "arguments": {name: value for name, value in vars(args).items() if name not in ("out", "start")},
+        "started_from": earlier,
     }
     torch.nn.Module.to(model, torch.bfloat16)
     model.save_pretrained(args.out)
@@ -155,13 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, tokenizer and training.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--rows", type=int, default=128, help="pages a step")
     parser.add_argument("--offers", type=int, default=8, help="offers a page")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=100, help="steps until the peak")
     parser.add_argument("--text-weight", type=float, default=0.5, help="share of the loss on the offers' text")
-    parser.add_argument("--clause-weight", type=float, default=1.0, help="share of the loss on single clauses")
+    parser.add_argument("--clause-weight", type=float, default=2.0, help="share of the loss on single clauses")
     parser.add_argument("--start", type=Path, help="folder with weights to go on from, instead of random ones")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of three GDN layers and one attention layer")

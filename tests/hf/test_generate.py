@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+import ckpt_hf
+from ckpt_hf import MARKER, CheckpointWarning
+
 from .models import (
     KINDS,
+    TokenSpy,
     alone,
     assert_no_leaks,
     generate,
     new_tokens,
     padded,
     patched_model,
+    place_markers,
     plain_model,
     random_ids,
     shared_prompts,
 )
+from .tokenizers import build_bpe, build_words
 
-import ckpt_hf
-
+VOCAB = 450  # above every id of the tokenizers, their markers' aside or not
 # Around the chunk of the recurrence (64) and two of them; 1 is the smallest, shorter than the convolution.
 LENGTHS = (1, 63, 64, 65, 127)
 LIMITS: tuple[dict[str, Any], ...] = ({}, {"max_batch_tokens": 64}, {"cache_slots": 0}, {"cache_slots": 1})
@@ -66,7 +73,7 @@ def test_lengths_of_prefix_and_suffix(model: Any, prefix: int) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_padding_gives_each_row_as_if_alone(side: str, limits: dict[str, Any]) -> None:
-    rows = shared_prompts(66, (3, 64, 1)) + [random_ids(9, 50)]
+    rows = [*shared_prompts(66, (3, 64, 1)), random_ids(9, 50)]
     expected = alone(plain_model(), rows)
     with patched_model(**limits) as model:
         result = generate(model, rows, side=side, checkpoint_positions=[[66], [66], [66], []])
@@ -140,7 +147,13 @@ def test_positions_as_tensors_lists_and_a_flat_list(model: Any) -> None:
 
 def test_sampling_draws_what_transformers_draws(model: Any) -> None:
     rows = shared_prompts(70, (5, 9))
-    settings = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+    }
     torch.manual_seed(11)
     expected = generate(plain_model(), rows, max_new_tokens=12, **settings)
     torch.manual_seed(11)
@@ -151,8 +164,9 @@ def test_sampling_draws_what_transformers_draws(model: Any) -> None:
 
 def test_num_return_sequences_computes_a_prompt_once(model: Any) -> None:
     rows = shared_prompts(40, (5, 9))
-    settings = {"do_sample": True, "num_return_sequences": 3}
-    for positions in ([[40]] * 2, [[], []], [[40, 45], [49]]):
+    settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
+    choices: tuple[list[list[int]], ...] = ([[40]] * 2, [[], []], [[40, 45], [49]])
+    for positions in choices:
         ckpt_hf.clear(model)
         ckpt_hf.reset_stats(model)
         torch.manual_seed(3)
@@ -167,13 +181,59 @@ def test_ends_early_by_eos_and_fills_with_pads(model: Any) -> None:
     greedy = new_tokens(generate(plain_model(), rows, max_new_tokens=10), rows)
     eos = [greedy[0][2], greedy[1][5], 197]
     expected = generate(plain_model(), rows, max_new_tokens=10, eos_token_id=eos)
-    assert torch.equal(generate(model, rows, checkpoint_positions=[[30]] * 3, max_new_tokens=10, eos_token_id=eos), expected)
+    assert torch.equal(
+        generate(model, rows, checkpoint_positions=[[30]] * 3, max_new_tokens=10, eos_token_id=eos), expected
+    )
     assert expected[0, -1] == 0
 
 
 @pytest.mark.parametrize("limits", [{"max_length": 60}, {"max_length": 60, "min_length": 55}, {"max_new_tokens": 1}])
-def test_length_limits(model: Any, limits: dict[str, int]) -> None:
+def test_length_limits(model: Any, limits: dict[str, Any]) -> None:
     rows = shared_prompts(40, (5, 9))
     limits = {"max_new_tokens": None, "eos_token_id": 5} | limits
     expected = generate(plain_model(), rows, **limits)
     assert torch.equal(generate(model, rows, checkpoint_positions=[[40]] * 2, **limits), expected)
+
+
+@pytest.mark.parametrize("build", [build_bpe, build_words])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_markers_in_text(build: Callable[[], Any], side: str) -> None:
+    tokenizer = build()
+    tokenizer.padding_side = side
+    with patched_model("dense-2", tokenizer, VOCAB) as model:
+        marker = tokenizer.convert_tokens_to_ids(MARKER)
+        shared = "red shoes, size 41, leather; " * 3
+        texts = [f"{shared}{MARKER} red shirts", f"{shared}{MARKER} of cotton {MARKER} and shorts", "the shore", shared]
+        encoded = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        before = {name: tensor.clone() for name, tensor in encoded.items()}
+        rows = [
+            [t for t, shown in zip(ids, mask, strict=True) if shown and t != marker]
+            for ids, mask in zip(encoded["input_ids"].tolist(), encoded["attention_mask"].tolist(), strict=True)
+        ]
+        expected = alone(plain_model("dense-2", VOCAB), rows)
+        width = encoded["input_ids"].shape[1]
+        for _ in range(2):
+            with TokenSpy(model) as spy:
+                result = model.generate(
+                    **encoded, max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.pad_token_id
+                )
+            assert marker not in spy.ids
+            assert result[:, width:].tolist() == expected
+            assert torch.equal(result[:, :width], encoded["input_ids"])
+        assert all(torch.equal(before[name], encoded[name]) for name in before)
+
+
+@pytest.mark.parametrize("at", [(0,), (20,), (10, 10), (0, 0, 7, 20, 20), (1,), (19,)], ids=str)
+def test_markers_at_any_place(at: tuple[int, ...]) -> None:
+    tokenizer = build_bpe()
+    row = shared_prompts(20, (0,))[0]
+    with patched_model("dense-2", tokenizer, VOCAB) as model, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        marker = tokenizer.convert_tokens_to_ids(MARKER)
+        marked = place_markers(marker, row, *at)
+        for _ in range(2):
+            result = model.generate(torch.tensor([marked]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+            assert result[0, : len(marked)].tolist() == marked
+            assert [result[0, len(marked) :].tolist()] == alone(plain_model("dense-2", VOCAB), [row])
+    odd = 0 in at or len(set(at)) < len(at)
+    assert any(isinstance(w.message, CheckpointWarning) for w in caught) == odd

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria
+
+import ckpt_hf
+from ckpt_hf.runner import runner_of
+
 from .models import (
     KINDS,
     TokenSpy,
@@ -20,10 +25,6 @@ from .models import (
     random_ids,
     shared_prompts,
 )
-from transformers import StoppingCriteria
-
-import ckpt_hf
-from ckpt_hf.runner import runner_of
 
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32, logits of order 10
 
@@ -33,8 +34,8 @@ class Refusal(Exception):
 
 
 def marked_logits(model: Any, rows: list[list[int]], boundary: int, **kwargs: Any) -> torch.Tensor:
-    settings = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
-    positions = {} if boundary < 0 else {"checkpoint_positions": [[boundary]] * len(rows)}
+    settings: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
+    positions: dict[str, Any] = {} if boundary < 0 else {"checkpoint_positions": [[boundary]] * len(rows)}
     return torch.stack(generate(model, rows, **settings, **positions, **kwargs).logits)
 
 
@@ -80,7 +81,7 @@ def test_a_hit_equals_a_miss_bit_for_bit_at_one_row() -> None:
 @pytest.mark.parametrize("tokens", [None, 64])
 def test_the_prefix_runs_once_in_any_order_of_arrival(tokens: int | None) -> None:
     rows = shared_prompts(130, (5, 70, 1, 64))
-    limits = {} if tokens is None else {"max_batch_tokens": tokens}
+    limits: dict[str, Any] = {} if tokens is None else {"max_batch_tokens": tokens}
     expected = alone(plain_model(), rows)
     for order in itertools.islice(itertools.permutations(range(4)), 0, None, 2):
         with patched_model(verify=False, **limits) as model, TokenSpy(model) as spy:

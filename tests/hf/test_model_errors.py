@@ -1,4 +1,4 @@
-"""What a caller can get wrong: the project's error types, a message that names the argument, and nothing left behind."""
+"""What a caller can get wrong: the project's error types, a message that names the argument, nothing left behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ckpt_hf
 from ckpt_hf import CheckpointConfig, CheckpointError, CheckpointRuntimeError, CheckpointValueError
 
-from .models import VOCAB, alone, assert_no_leaks, build_model, generate, new_tokens, patched_model, plain_model
+from .models import (
+    VOCAB,
+    alone,
+    assert_no_leaks,
+    build_model,
+    generate,
+    new_tokens,
+    patched_model,
+    plain_model,
+    shared_prompts,
+)
 from .models import random_ids as random_row
-from .models import shared_prompts
 from .tokenizers import build_bpe
 
 ROW = random_row(20, 1)
@@ -136,7 +145,9 @@ def test_wrong_config(config: Any) -> None:
 
 
 def test_another_model_class() -> None:
-    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     for model in (LlamaForCausalLM(config), build_model().model, torch.nn.Linear(2, 2), None, "model"):
         with pytest.raises(CheckpointValueError, match="model"):
             ckpt_hf.patch(model)  # type: ignore[type-var]
@@ -182,3 +193,13 @@ def test_a_model_that_does_not_compute_the_same_is_left_as_it_was(monkeypatch: p
         ckpt_hf.patch(model)
     assert "generate" not in model.__dict__
     assert type(layer).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": True}], ids=str)
+def test_assisted_decoding_is_refused_as_in_transformers(model: Any, arguments: dict[str, Any]) -> None:
+    arguments = {name: plain_model() if value is True else value for name, value in arguments.items()}
+    with pytest.raises(ValueError, match="stateful") as stock:
+        generate(plain_model(), [ROW], **arguments)
+    with pytest.raises(ValueError, match="stateful") as ours, pytest.warns(ckpt_hf.CheckpointWarning):
+        generate(model, [ROW], checkpoint_positions=[[5]], **arguments)
+    assert str(ours.value) == str(stock.value)

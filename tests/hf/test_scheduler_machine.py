@@ -20,7 +20,8 @@ from .invariants import check_idle, check_invariants
 from .simulation import Simulation
 
 # Lengths round the grid of 64 tokens. Each level offers few alternatives, so that most prompts share a prefix.
-LEVELS = ((64, 5, 1), (1, 63, 130), (65, 2), (64, 33))
+LEVELS = ((64, 5, 1), (200, 63, 1), (65, 2), (150, 33))
+BUDGETS = (100, 64, 85, 127, 128, 300, 4096)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Rules are what callers can do between two steps, and the ways in which a step can end."""
 
     @initialize(
-        budget=st.sampled_from([1, 100, 127, 128, 190, 300, 4096]),
+        budget=st.sampled_from(BUDGETS),
         slots=st.sampled_from([None, 0, 1, 2, 4]),
         max_bytes=st.sampled_from([None, 0, 1500, 4000, 100_000]),
         arriving=st.lists(prompts(), min_size=1, max_size=6),
@@ -100,8 +101,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(copies):
             self.add(self.last)
 
-    @rule(steps=st.integers(1, 3))
-    def prefill(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 3), budget=st.sampled_from(BUDGETS))
+    def prefill(self, steps: int, budget: int) -> None:
+        self.sim.scheduler.max_batch_tokens = budget
         for _ in range(steps):
             self.sim.prefill_step()
 
@@ -154,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=1500,
+    max_examples=1200,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

@@ -21,13 +21,13 @@ LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DELTA_RULE = ("intra_kernel", "chain_kernel", "gdn_decode_kernel")
 CONVOLUTION = ("conv_prefill_kernel", "conv_decode_kernel")
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+# Each class of block sizes, a head dimension that is no power of two, and both half types.
 SHAPES = [
-    (torch.bfloat16, 64, 64),
     (torch.bfloat16, 128, 128),
     (torch.bfloat16, 96, 40),
     (torch.bfloat16, 256, 256),
-    (torch.float16, 128, 128),
-    (torch.float32, 128, 128),
+    (torch.float16, 64, 64),
+    (torch.float32, 64, 64),
     (torch.float32, 256, 256),
 ]
 
