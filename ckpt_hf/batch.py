@@ -23,8 +23,7 @@ class PackedBatch:
 
     Attributes:
         token_ids, positions: int64 ``[1, T]``.
-        logits_columns: int64 ``[L]``, columns whose logits are wanted, in the order of ``logits_pieces``.
-        logits_pieces: index of the piece that each of them ends.
+        logits_columns: int64 ``[L]``, columns whose logits are wanted, in the order of the plan's ``logits_pieces``.
         table: the sequences of the recurrence; None in a pure decode step.
         slots: int32 ``[T]``, slot of each token in a pure decode step, else None.
         attention: how the row attends.
@@ -33,7 +32,6 @@ class PackedBatch:
     token_ids: Tensor
     positions: Tensor
     logits_columns: Tensor
-    logits_pieces: tuple[int, ...]
     table: SegmentTable | None
     slots: Tensor | None
     attention: AttentionPlan
@@ -60,8 +58,7 @@ class BatchBuilder:
             token_ids.extend(piece.request.token_ids[piece.start : piece.stop])
         positions = np.concatenate([np.arange(p.start, p.stop) for p in pieces])
         write_rows = np.concatenate([row_numbers(p.kv)[p.kv_before : p.kv_before + p.length] for p in pieces])
-        logits_pieces = tuple(sorted({w.piece for w in plan.logits if w.piece is not None}))
-        columns = stops[list(logits_pieces)] - 1
+        columns = stops[list(plan.logits_pieces)] - 1
         ids, pos, rows, cols = self._upload(np.asarray(token_ids), positions, write_rows, columns)
         table = slots = None
         if plan.decode:
@@ -73,7 +70,7 @@ class BatchBuilder:
         if not plan.decode:
             self.forget()
         attention = make([p for p in pieces if p.length], rows)
-        return PackedBatch(ids[None], pos[None], cols, logits_pieces, table, slots, attention)
+        return PackedBatch(ids[None], pos[None], cols, table, slots, attention)
 
     def _upload(self, *arrays: np.ndarray) -> list[Tensor]:
         """All index arrays in one transfer."""

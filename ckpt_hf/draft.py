@@ -68,7 +68,7 @@ class PlanDraft:
                 return
             if checkpoint is None:
                 piece = self._append(request, kv, at, stop, source, self._own_slot(request), parent)
-                self._logits.append(LogitsWanted(request, piece=piece, store_in=request.lacks_logits))
+                self._logits.append(LogitsWanted(request, piece=piece))
                 return
             if checkpoint.slot is None:
                 checkpoint.slot = self._slots.acquire(checkpoint.key)
@@ -100,7 +100,7 @@ class PlanDraft:
         """The prompt ends exactly at a checkpoint: copy its state, take its logits."""
         assert base is not None
         if parent >= 0:
-            self._logits.append(LogitsWanted(request, piece=parent, store_in=base))
+            self._logits.append(LogitsWanted(request, piece=parent))
         else:
             self._logits.append(LogitsWanted(request, checkpoint=base))
         if request.decode:

@@ -88,7 +88,6 @@ def cache_from_checkpoint(
     ]
     try:
         for request in requests:
-            request.needs_logits = False
             runner.scheduler.add(request)
         runner.prefill()
         rows = [request for request in requests for _ in range(num_beams)]

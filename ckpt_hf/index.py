@@ -37,7 +37,7 @@ class Checkpoint:
     """Everything needed to go on after ``token_ids``.
 
     ``slot`` and ``kv`` are None until the producer's first tokens are scheduled; ``logits`` are those after the last
-    token and exist only where a prompt ended at the boundary.
+    token, for prompts that end at the boundary, and None until the checkpoint is ready.
     """
 
     key: bytes

@@ -46,14 +46,12 @@ class Piece:
 class LogitsWanted:
     """Whose next token can be chosen after this step, and from where.
 
-    Exactly one of ``piece`` (logits after that piece's last token) and ``checkpoint`` (logits stored with it) is set.
-    ``store_in`` is a checkpoint that keeps a copy for prompts that end at its boundary.
+    Exactly one of ``piece`` (logits after that piece's last token) and ``checkpoint`` (logits kept with it) is set.
     """
 
     request: Request
     piece: int | None = None
     checkpoint: Checkpoint | None = None
-    store_in: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +66,10 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the model computes in this step."""
         return sum(piece.length for piece in self.pieces)
+
+    @property
+    def logits_pieces(self) -> tuple[int, ...]:
+        """Pieces after whose last token logits are needed: to choose a token, or to keep with a checkpoint, from which
+        a prompt that ends there will choose."""
+        wanted = {w.piece for w in self.logits if w.piece is not None}
+        return tuple(sorted(wanted | {i for i, piece in enumerate(self.pieces) if piece.publishes is not None}))

@@ -40,7 +40,6 @@ class Request:
         keys: digest of each boundary's prefix.
         ephemeral: boundaries that only serve this call and are not kept after it.
         decode: whether tokens are generated; otherwise only the checkpoints are computed.
-        needs_logits: whether those after the prompt are wanted, or only its states.
     """
 
     request_id: int
@@ -49,7 +48,6 @@ class Request:
     keys: tuple[bytes, ...]
     ephemeral: frozenset[int] = frozenset()
     decode: bool = True
-    needs_logits: bool = True
     status: RequestStatus = RequestStatus.WAITING
     prompt_tokens: int = 0
     position: int = 0
@@ -60,7 +58,6 @@ class Request:
     state_in_slot: bool = False
     base: Checkpoint | None = None
     kv: KVSegment | None = None
-    lacks_logits: Checkpoint | None = None
     reserved: dict[int, Checkpoint] = field(default_factory=dict)
     demanded: set[bytes] = field(default_factory=set)
     reasons: dict[int, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError
 from .families import find_layers
 from .identity import adapters_identity, weights_identity
-from .index import CheckpointIndex, CheckpointLimits, CheckpointStatus
+from .index import CheckpointIndex, CheckpointLimits
 from .keys import checkpoint_keys
 from .kv import KVRows
 from .layers import PackedCache
@@ -139,15 +139,14 @@ class ModelRunner:
         except BaseException:
             self.scheduler.rollback(plan)
             raise
+        for i, piece in enumerate(plan.pieces):
+            if piece.publishes is not None:
+                piece.publishes.logits = rows[i].clone()
         results = {}
         for wanted in plan.logits:  # before the commit, which may evict the checkpoint that holds them
             source = wanted.checkpoint
             results[wanted.request] = rows[wanted.piece] if source is None else source.logits  # type: ignore[index]
         self.scheduler.commit(plan)
-        for wanted in plan.logits:
-            keeper = wanted.store_in
-            if keeper is not None and keeper.status is CheckpointStatus.READY and keeper.logits is None:
-                keeper.logits = results[wanted.request].clone()
         return results
 
     def _forward(self, plan: StepPlan) -> dict[int, Tensor]:
@@ -167,7 +166,7 @@ class ModelRunner:
             logits_to_keep=batch.logits_columns,
             return_dict=True,
         )
-        return dict(zip(batch.logits_pieces, output.logits[0], strict=True))
+        return dict(zip(plan.logits_pieces, output.logits[0], strict=True))
 
     def _limits(self, device: torch.device) -> CheckpointLimits:
         budget = self.config.cache_bytes

@@ -84,8 +84,14 @@ class Scheduler:
     def plan_decode(self, request_ids: Iterable[int]) -> StepPlan:
         """One token for each of the given requests, all of which must have been prefilled."""
         draft = PlanDraft(self.slots, self.kv_rows, self.max_batch_tokens)
-        for request_id in request_ids:
-            draft.add_decode(self._requests[request_id])
+        requests = {request_id: self._requests[request_id] for request_id in request_ids}
+        for request in requests.values():
+            if request.status is not RequestStatus.DECODE or request.position != len(request.token_ids) - 1:
+                raise CheckpointRuntimeError(
+                    f"request {request.request_id} is {request.status.value} at position {request.position} of "
+                    f"{len(request.token_ids)} tokens; a decode step takes decoding requests with one new token"
+                )
+            draft.add_decode(request)
         return draft.build(decode=True)
 
     def commit(self, plan: StepPlan) -> None:
@@ -157,7 +163,6 @@ class Scheduler:
                 self._restart(holder)
             self.index.drop(checkpoint)
         request.reserved.clear()
-        request.lacks_logits = None
         if request.kv is not None:
             self.kv_rows.release(request.kv)
             request.kv = None
@@ -174,7 +179,7 @@ class Scheduler:
 
     def _schedule_prefill(self, request: Request, draft: PlanDraft) -> None:
         if request.status in (RequestStatus.WAITING, RequestStatus.DEFERRED):
-            if not draft.has_budget and not self._ends_with_step(request, draft):
+            if not draft.has_budget:
                 return
             found = self._find_start(request, draft)
             if found is None:
@@ -201,25 +206,10 @@ class Scheduler:
             if not ready and not draft.completes(checkpoint):
                 request.reasons[boundary] = "unready"
                 return None
-            if request.needs_logits and boundary == request.prompt_tokens and ready and checkpoint.logits is None:
-                if any(r.lacks_logits is checkpoint and r.status is RequestStatus.PREFILL for r in self.requests):
-                    request.reasons[boundary] = "unready"
-                    return None
-                request.reasons[boundary] = "saved without the logits that a prompt ending here needs"
-                request.lacks_logits = checkpoint
-                continue
             request.reasons.pop(boundary, None)
             checkpoint.ephemeral &= boundary in request.ephemeral
             return boundary, checkpoint
         return 0, None
-
-    def _ends_with_step(self, request: Request, draft: PlanDraft) -> bool:
-        """Whether a piece of this step ends where the prompt does: it costs no token now, and all of them later, since
-        the checkpoint will not keep the logits that nobody asked for."""
-        if not request.boundaries or request.boundaries[-1] != request.prompt_tokens:
-            return False
-        checkpoint = self.index.find(request.keys[-1], request.token_ids)
-        return checkpoint is not None and draft.completes(checkpoint)
 
     def _reserve(self, request: Request) -> None:
         for boundary, key in zip(request.boundaries, request.keys, strict=True):

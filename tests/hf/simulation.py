@@ -177,18 +177,20 @@ class Simulation:
         self._forget_freed()
         check_plan(plan, self.slots.high_water)
         finals = self._run(plan.pieces)
+        for i, piece in enumerate(plan.pieces):
+            if piece.publishes is not None:
+                assert i in plan.logits_pieces
+                piece.publishes.logits = finals[i]
         for wanted in plan.logits:
             assert wanted.piece is None or wanted.checkpoint is None
             if wanted.piece is not None:
                 assert plan.pieces[wanted.piece].length, "logits of a piece without tokens"
+                assert wanted.piece in plan.logits_pieces
                 logits = finals[wanted.piece]
             else:
                 assert wanted.checkpoint is not None
                 logits = wanted.checkpoint.logits
             assert logits == self.histories.of(wanted.request)[-1], "the logits of another prefix"
-            keeper = wanted.store_in
-            if keeper is not None and keeper.status is not CheckpointStatus.ABSENT and keeper.logits is None:
-                keeper.logits = logits
         for piece in plan.pieces:
             self.computed.update(self.histories.of(piece.request)[piece.start + 1 : piece.stop + 1])
             if piece.publishes is not None:
