@@ -9,6 +9,7 @@ What :func:`encode` promises, and what is tested here on random text:
 
 from __future__ import annotations
 
+import importlib
 import re
 import unicodedata
 import warnings
@@ -185,6 +186,6 @@ def test_wrong_parts_are_named(parts: Any, message: str) -> None:
 
 
 def test_a_model_that_makes_the_marker_from_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_hf.encode.without_marker", lambda tokenizer: tokenizer)
+    monkeypatch.setattr(importlib.import_module("ckpt_hf.encode"), "without_marker", lambda tokenizer: tokenizer)
     with pytest.raises(CheckpointRuntimeError, match="escape untrusted text"):
         encode(marked("bpe"), [f"red {MARKER}", "mug"])
