@@ -140,6 +140,8 @@ def _padding(config: Any, input_ids: Any, mask: Any) -> tuple[int | None, Any]:
     pad = config.pad_token_id
     if mask is None and pad is not None and pad not in eos_ids and isinstance(input_ids, Tensor):
         mask = (input_ids != pad).long()
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_floating_point():
+        mask = (mask != 0).long()  # transformers takes 0.0 and 1.0 as well
     if pad is None and eos_ids:
         pad = eos_ids[0]
     return pad, mask

@@ -44,6 +44,8 @@ def reason_for_handover(
             return f"{name} is set"
     if (config.guidance_scale or 1) != 1:
         return "guidance_scale is set"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on"
     if model.training:
         return "the model is in training mode"
     for name, value in model_kwargs.items():
@@ -88,7 +90,7 @@ def cache_from_checkpoint(
     ]
     try:
         for request in requests:
-            runner.scheduler.add(request)
+            runner.add(request)
         runner.prefill()
         rows = [request for request in requests for _ in range(num_beams)]
         return export_cache(runner, rows, [0] * len(rows), boundary)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# An address alone would not do: the allocator gives that of a replaced parameter to the next one of its size.
+_serials = WeakTensorKeyDictionary()
+_next_serial = itertools.count()
 
 
 def weights_identity(model: nn.Module) -> bytes:
     """Digest of the weights in memory: changes with every in-place update, assignment or load."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        digest.update(f"{name}:{tensor.data_ptr()}:{_version(tensor)}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        if (serial := _serials.get(tensor)) is None:
+            serial = _serials[tensor] = next(_next_serial)
+        facts = (name, serial, tensor.data_ptr(), _version(tensor), tensor.dtype, tuple(tensor.shape))
+        digest.update(f"{facts!r};".encode())
     return digest.digest()
 
 

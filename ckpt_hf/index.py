@@ -151,7 +151,12 @@ class CheckpointIndex:
     def bytes_used(self) -> int:
         """Bytes of the ready checkpoints: states, logits, and keys and values that would not exist without them."""
         ready = [c for c in self._by_key.values() if c.status is CheckpointStatus.READY]
-        segments = {segment for c in ready if c.kv is not None for segment in c.kv.path()}
+        segments: set[KVSegment] = set()
+        for checkpoint in ready:
+            segment = checkpoint.kv
+            while segment is not None and segment not in segments:
+                segments.add(segment)
+                segment = segment.parent
         return (
             len(ready) * self.limits.bytes_per_slot
             + sum(map(len, segments)) * self.limits.bytes_per_token

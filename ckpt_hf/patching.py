@@ -78,10 +78,11 @@ def unpatch(model: Model) -> Model:
     """Undo :func:`patch`: transformers' classes and ``generate`` again, all checkpoints freed.
 
     Raises:
-        CheckpointRuntimeError: the model is not patched.
+        CheckpointRuntimeError: the model is not patched, or it is generating in this thread.
     """
     runner = runner_of(model)
     with runner.lock:
+        runner.refuse_within_call("unpatch")
         del model.__dict__[RUNNER_ATTRIBUTE], model.__dict__["generate"]
         bases = tuple(_ORIGINAL_CLASSES)
         packed = {i: m for i, m in enumerate(model.modules()) if isinstance(m, bases)}
@@ -144,23 +145,25 @@ def _verify(model: Any, runner: ModelRunner) -> None:
     """Compare the packed path, cut in the middle, with one plain forward."""
     step = max(1, (model.config.vocab_size - 1) // (_PROBE_TOKENS + 1))
     token_ids = [(i + 1) * step % model.config.vocab_size for i in range(_PROBE_TOKENS)]
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with runner.lock:
+        with runner.lock, torch.autocast(model.device.type, enabled=False):
             runner.start()
             request = runner.new_request(
                 token_ids, (_PROBE_BOUNDARY,), b"probe", ephemeral=frozenset({_PROBE_BOUNDARY})
             )
-            runner.scheduler.add(request)
+            runner.add(request)
             try:
                 actual = runner.prefill()[request].float()
             finally:
                 runner.finish([request])
             runner.stats = CheckpointStats()
-        plain = model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False, logits_to_keep=1)
+            ids = torch.tensor([token_ids], device=model.device)
+            plain = model(input_ids=ids, use_cache=False, logits_to_keep=1)
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
     expected = plain.logits[0, -1].float()
     error = ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     if not error <= _PROBE_TOLERANCE.get(model.dtype, _HALF_TOLERANCE):

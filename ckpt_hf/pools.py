@@ -75,7 +75,7 @@ class StatePools:
             for layer, pool in pools.items():
                 resized = pool.new_empty((num_slots, *pool.shape[1:]))
                 if kept is None:
-                    resized[: self.num_slots].copy_(pool)
+                    resized[: self.num_slots].copy_(pool[: self.num_slots])
                 elif num_slots:
                     torch.index_select(pool, 0, torch.tensor(kept, device=pool.device), out=resized)
                 pools[layer] = resized
@@ -119,7 +119,7 @@ class KVPools:
             for layer, pool in pools.items():
                 resized = pool.new_empty((num_rows, *pool.shape[1:]))
                 if kept is None:
-                    resized[: self.num_rows].copy_(pool)
+                    resized[: self.num_rows].copy_(pool[: self.num_rows])
                 elif num_rows:
                     torch.index_select(pool, 0, torch.tensor(kept, device=pool.device), out=resized)
                 pools[layer] = resized

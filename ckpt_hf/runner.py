@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ _CPU_DEFAULT_BYTES = 1 << 30
 
 
 class ModelRunner:
-    """Checkpoints of one model and the steps that make and use them. Not reentrant: hold ``lock`` round a call.
+    """Checkpoints of one model and the steps that make and use them. Hold ``lock`` round a call.
+
+    A call may be made within another one of the same thread (by a streamer, say) except while the model runs.
 
     Args:
         model: a supported model whose layers have been patched.
@@ -49,6 +53,7 @@ class ModelRunner:
         self.stats = CheckpointStats()
         self._ids = itertools.count()
         self.started = False
+        self._running = False
         self._placement: tuple[Any, Any] | None = None
         self._weights = b""
 
@@ -60,10 +65,17 @@ class ModelRunner:
         return ModelRunner, (self.model, self.marker, self.config)
 
     def start(self) -> None:
-        """Make the pools on the model's device, anew if the model has moved or changed its dtype."""
+        """Make the pools on the model's device, anew if the model has moved or changed its dtype.
+
+        Raises:
+            CheckpointRuntimeError: the model runs, or has moved or changed its dtype within a call.
+        """
+        if self._running:
+            self.refuse_within_call("run the model within its own forward")
         placement = (self.model.device, self.model.dtype)
         if self.started and placement == self._placement:
             return
+        self.refuse_within_call("move the model or change its dtype")
         self._placement = placement
         device, dtype = placement
         shapes = find_layers(self.model).shapes()
@@ -93,52 +105,79 @@ class ModelRunner:
         ephemeral: frozenset[int] = frozenset(),
         decode: bool = True,
     ) -> Request:
-        """A request of this model; the scheduler gets it with ``scheduler.add``."""
+        """A request of this model, for :meth:`add`."""
         keys = checkpoint_keys(token_ids, boundaries, identity, salt)
         return Request(next(self._ids), list(token_ids), tuple(boundaries), keys, ephemeral, decode)
 
-    def prefill(self) -> dict[Request, Tensor]:
-        """Run every scheduled prompt to its end.
+    def refuse_within_call(self, action: str) -> None:
+        """Raise CheckpointRuntimeError while a call of this thread, which holds the lock, has requests."""
+        if self.started and self.scheduler.requests:
+            raise CheckpointRuntimeError(f"cannot {action} within a generate call of the same model")
 
-        Returns:
-            Logits ``[V]`` after the last token of each prompt.
-        """
+    @contextlib.contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """Who owns what is unknown after an interrupt between two of its steps, so all checkpoints are given up."""
+        try:
+            yield
+        except BaseException:
+            self.started = False
+            raise
+
+    def add(self, request: Request) -> None:
+        """Take a request in; :meth:`prefill` runs it."""
+        with self._bookkeeping():
+            self.scheduler.add(request)
+
+    def end(self, request: Request) -> None:
+        """End a request in whatever state it is."""
+        if self.started:  # else an interrupt has ended everything
+            with self._bookkeeping():
+                self.scheduler.finish(request)
+
+    def prefill(self) -> dict[Request, Tensor]:
+        """Run every scheduled prompt to its end; the logits ``[V]`` after the last token of each."""
         logits: dict[Request, Tensor] = {}
-        while (plan := self.scheduler.plan_prefill()) is not None:
+        while True:
+            with self._bookkeeping():
+                plan = self.scheduler.plan_prefill()
+            if plan is None:
+                return logits
             self.stats.prefill_steps += 1
             logits.update(self._execute(plan))
-        return logits
 
     def decode(self, requests: Sequence[Request]) -> Tensor:
-        """Run the newest token of each request.
-
-        Returns:
-            Logits ``[len(requests), V]``.
-        """
+        """Run the newest token of each request; the logits ``[len(requests), V]``."""
         self.stats.decode_steps += 1
-        results = self._execute(self.scheduler.plan_decode(r.request_id for r in requests))
+        with self._bookkeeping():
+            plan = self.scheduler.plan_decode(r.request_id for r in requests)
+        results = self._execute(plan)
         return torch.stack([results[r] for r in requests])
 
     def finish(self, requests: Sequence[Request]) -> None:
         """End requests, wherever they are, and give back memory that only they needed."""
         for request in requests:
-            self.scheduler.finish(request)
-        self._release_slack()
+            self.end(request)
+        with self._bookkeeping():
+            self._release_slack()
 
     def refresh_stats(self) -> CheckpointStats:
-        """The statistics with the current gauges."""
-        self.stats.evictions = self.index.evictions if self.started else 0
-        self.stats.checkpoints = len(self.index) if self.started else 0
-        self.stats.slots_used = self.slots.used if self.started else 0
-        self.stats.bytes_used = self.index.bytes_used() if self.started else 0
-        return self.stats
+        """A copy of the statistics with the current gauges."""
+        if not self.started:
+            return replace(self.stats, evictions=0, checkpoints=0, slots_used=0, bytes_used=0)
+        stats = replace(self.stats, evictions=self.index.evictions, checkpoints=len(self.index))
+        stats.slots_used, stats.bytes_used = self.slots.used, self.index.bytes_used()
+        return stats
 
     def _execute(self, plan: StepPlan) -> dict[Request, Tensor]:
         try:
+            self._running = True
             rows = self._forward(plan)
         except BaseException:
-            self.scheduler.rollback(plan)
+            with self._bookkeeping():
+                self.scheduler.rollback(plan)
             raise
+        finally:
+            self._running = False
         for i, piece in enumerate(plan.pieces):
             if piece.publishes is not None:
                 piece.publishes.logits = rows[i].clone()
@@ -146,7 +185,8 @@ class ModelRunner:
         for wanted in plan.logits:  # before the commit, which may evict the checkpoint that holds them
             source = wanted.checkpoint
             results[wanted.request] = rows[wanted.piece] if source is None else source.logits  # type: ignore[index]
-        self.scheduler.commit(plan)
+        with self._bookkeeping():
+            self.scheduler.commit(plan)
         return results
 
     def _forward(self, plan: StepPlan) -> dict[int, Tensor]:
@@ -180,12 +220,14 @@ class ModelRunner:
 
     def _release_slack(self) -> None:
         """Shrink the pools when they hold more memory for nobody than the checkpoints may use."""
+        if not self.started or self.scheduler.requests:
+            return
         slack = (self.states.num_slots - self.slots.used) * self.states.bytes_per_slot
         slack += (self.kv.num_rows - self.kv_rows.used) * self.kv.bytes_per_row
         allowed = self.index.limits.bytes
         if allowed is None:
             allowed = (self.index.limits.slots or 1) * self.states.bytes_per_slot
-        if slack <= allowed or self.scheduler.requests:
+        if slack <= allowed:
             return
         moved = self.slots.compact()
         self.states.compact(list(moved))

@@ -76,10 +76,14 @@ def sample_packed(
         Token ids ``[B, L + new]``, or transformers' output object when ``return_dict_in_generate`` is set.
     """
     runner = packed_call.runner
-    requests = _requests(packed_call, input_ids.shape[0] // len(packed_call.prompts))
+    copies = input_ids.shape[0] // len(packed_call.prompts)
+    # Before the requests exist: a streamer may call generate, which runs all prompts that wait.
+    if packed_call.streamer is not None:
+        packed_call.streamer.put(packed_call.caller_ids.repeat_interleave(copies, dim=0).cpu())
+    requests = _requests(packed_call, copies)
     try:
         for request in requests:
-            runner.scheduler.add(request)
+            runner.add(request)
         loop = _DecodingLoop(requests, packed_call, logits_processor, stopping_criteria, generation_config)
         result = loop.run(input_ids)
     finally:
@@ -141,9 +145,6 @@ class _DecodingLoop:
     def run(self, input_ids: Tensor) -> GenerateDecoderOnlyOutput | Tensor:
         prompt_width = input_ids.shape[1]
         streamer = self.call.streamer
-        if streamer is not None:
-            copies = len(self.requests) // len(self.call.prompts)
-            streamer.put(self.call.caller_ids.repeat_interleave(copies, dim=0).cpu())
         # transformers pads rows that have ended only if it knows an end token; else all rows run until the last ends.
         pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in self.stopping_criteria)
         unfinished = torch.ones(len(self.requests), dtype=torch.long, device=input_ids.device)
@@ -206,5 +207,5 @@ class _DecodingLoop:
             if runs[i]:
                 active.append(i)
             elif not self.returns_dict:
-                self.runner.scheduler.finish(request)
+                self.runner.end(request)
         return active

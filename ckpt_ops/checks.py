@@ -16,8 +16,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor) -> None:
     _check_tensor("q", q, 3, q)
     _check_tensor("v", v, 3, q)
-    _check_shape("k", k, tuple(q.shape), "q's shape")
     _check_tensor("k", k, 3, q)
+    _check_shape("k", k, tuple(q.shape), "q's shape")
     heads, dim_k = q.shape[1:]
     tokens, value_heads, dim_v = v.shape
     if tokens != q.shape[0]:
@@ -54,8 +54,12 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, a
 
 
 def _check_tensor(name: str, value: Tensor, dims: int, like: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.dim() != dims:
         raise ArgumentError(f"{name} must have {dims} dimensions, got shape {tuple(value.shape)}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} requires a gradient, and the ops have none; call them under torch.no_grad()")
     if value.dtype not in _FLOATS or (value.dtype == torch.float64 and value.device.type == "cuda"):
         raise ArgumentError(f"{name} must be float32, bfloat16 or float16 (float64 on a CPU only), got {value.dtype}")
     if value.device != like.device:
@@ -76,6 +80,8 @@ def _check_pool(states: Tensor, shape: tuple[int, ...], meaning: str, like: Tens
 
 
 def check_table(table: SegmentTable, tokens: Tensor, name: str, states: Tensor) -> None:
+    if not isinstance(table, SegmentTable):
+        raise ArgumentError(f"table must be a SegmentTable, got {type(table).__name__}")
     if table.num_tokens != tokens.shape[0]:
         raise ArgumentError(f"{name} must have the table's {table.num_tokens} tokens, got {tokens.shape[0]}")
     if table.num_slots > states.shape[0]:
@@ -87,6 +93,8 @@ def check_table(table: SegmentTable, tokens: Tensor, name: str, states: Tensor) 
 
 
 def check_slots(slots: Tensor, tokens: Tensor, name: str) -> None:
+    if not isinstance(slots, Tensor):
+        raise ArgumentError(f"slots must be a tensor, got {type(slots).__name__}")
     if slots.dtype != torch.int32 or tuple(slots.shape) != (tokens.shape[0],):
         raise ArgumentError(
             f"slots must be int32 with one entry for each of {name}'s {tokens.shape[0]} rows, got {slots.dtype} "

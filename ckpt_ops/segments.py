@@ -146,6 +146,9 @@ class SegmentTable:
 
 def _check_segment(index: int, segment: Segment, num_slots: int) -> None:
     where = f"segments[{index}]"
+    for name in ("length", "parent", "source", "destination"):
+        if not hasattr(getattr(segment, name, None), "__index__"):
+            raise ArgumentError(f"{where}.{name} must be an integer, got {getattr(segment, name, segment)!r}")
     if segment.length < 0:
         raise ArgumentError(f"{where}.length must be at least 0, got {segment.length}")
     if not -1 <= segment.parent < index:
@@ -222,6 +225,6 @@ def _transfer(rows: Sequence[Sequence[int]], device: torch.device) -> list[Tenso
         starts.append(len(values))
         values.extend(row)
         values.extend([-1] * (-len(values) % _ALIGN))
-    packed = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed = torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     packed = packed.to(device, non_blocking=True)
     return [packed[start : start + len(row)] for start, row in zip(starts, rows, strict=True)]
