@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -21,7 +21,8 @@ from ckpt_ops.chunked import CHUNK
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Block sizes of the delta rule kernels: chunk length, BK and BV that pad D_k and slice D_v, warps and stages."""
+    """Block sizes of the delta rule kernels: chunk length, BK and BV that pad D_k and slice D_v, warps and stages; and
+    whether sm_90's own kernels run such heads instead."""
 
     chunk: int
     block_k: int
@@ -32,6 +33,7 @@ class Config:
     chain_stages: int
     decode_block_v: int
     decode_warps: int
+    hopper: bool
 
 
 def choose_config(capability: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> Config:
@@ -53,6 +55,7 @@ def choose_config(capability: int, dim_k: int, dim_v: int, dtype: torch.dtype) -
         chain_stages=2 if half and not small and block_k <= 128 else 1,
         decode_block_v=min(block_v, 32),
         decode_warps=4,
+        hopper=capability == 90 and half and dim_k in (64, 128) and dim_v % 64 == 0,
     )
 
 
@@ -61,7 +64,7 @@ def config_for(device: torch.device, dim_k: int, dim_v: int, dtype: torch.dtype)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return choose_config(10 * major + minor, dim_k, dim_v, dtype)
-    return choose_config(90, dim_k, dim_v, dtype)  # the interpreter
+    return replace(choose_config(90, dim_k, dim_v, dtype), hopper=False)  # the interpreter
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:

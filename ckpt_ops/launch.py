@@ -80,6 +80,13 @@ def _prefill(
     q, k, v, g, beta = (dense_rows(x) for x in (q, k, v, g, beta))
     (tokens, heads_k, dim_k), (_, heads_v, dim_v) = q.shape, v.shape
     config = config_for(q.device, dim_k, dim_v, q.dtype)
+    scale = dim_k**-0.5 if scale is None else scale
+    if config.hopper:
+        from ckpt_ops import launch_hopper
+
+        with device_guard(q.device):
+            launch_hopper.prefill(q, k, v, g, beta, cu_seqlens, states, sources, destinations, phase_offsets, scale, out)
+        return out
     chunk = config.chunk
     chunks = tokens // chunk + segments
     # One allocation: 4 vectors in fp32, then T and A in the inputs' dtype, for each chunk and value head.
@@ -102,7 +109,7 @@ def _prefill(
             k.stride(0),
             g.stride(0),
             beta.stride(0),
-            dim_k**-0.5 if scale is None else scale,
+            scale,
             HK=heads_k,
             HV=heads_v,
             DK=dim_k,

@@ -9,8 +9,8 @@ from ckpt_ops.blocks import dense_rows, device_guard
 from ckpt_ops.kernels.conv import conv_prefill_kernel
 from ckpt_ops.kernels.decode import conv_decode_kernel
 
-TILE = 64
-CHANNELS = 64
+TILE = 16
+CHANNELS = 1024
 DECODE_CHANNELS = 256
 
 
@@ -31,8 +31,9 @@ def causal_conv1d_prefill(
     if segments == 0:
         return out
     x = dense_rows(x)
+    block = min(CHANNELS, triton.next_power_of_2(channels))
     with device_guard(x.device):
-        conv_prefill_kernel[(tokens // TILE + segments, triton.cdiv(channels, CHANNELS))](
+        conv_prefill_kernel[(tokens // TILE + segments, triton.cdiv(channels, block))](
             x,
             weight.contiguous(),
             None if bias is None else bias.contiguous(),
@@ -42,13 +43,22 @@ def causal_conv1d_prefill(
             sources,
             destinations,
             parents,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
             segments,
             x.stride(0),
+            0,
+            0,
             C=channels,
             W=width,
-            BW=triton.next_power_of_2(width - 1),
             BT=TILE,
-            BC=CHANNELS,
+            BC=block,
+            HV=0,
+            BH=1,
             HAS_BIAS=bias is not None,
             SILU=activation == "silu",
             num_warps=4,

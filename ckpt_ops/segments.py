@@ -88,11 +88,15 @@ class SegmentTable:
             bounds.append(bounds[-1] + segment.length)
         if bounds[-1] > _INT32_MAX:
             raise ArgumentError(f"segments: {bounds[-1]} tokens in all; a batch holds at most {_INT32_MAX}")
+        # A child starts from its parent's slot: resolved here, so that no kernel follows the link.
+        starts = [
+            segment.source if segment.parent < 0 else segments[segment.parent].destination for segment in segments
+        ]
         cu_seqlens, parents, sources, destinations = _transfer(
             (
                 bounds,
                 [segment.parent for segment in segments],
-                [segment.source for segment in segments],
+                starts,
                 [segment.destination for segment in segments],
             ),
             torch.device(device),

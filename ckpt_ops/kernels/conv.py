@@ -15,7 +15,7 @@ from ckpt_ops.kernels.common import find_segment
 
 
 @triton.jit
-def load_history(
+def load_earlier(
     x,
     cu_seqlens,
     states,
@@ -23,43 +23,63 @@ def load_history(
     parents,
     x_stride,
     segment,
-    length,
+    position,
     channel,
     C: tl.constexpr,
     W: tl.constexpr,
-    BW: tl.constexpr,
 ):
-    """Tokens ``[BW, BC]`` at 1, 2, ... before position ``length`` of ``segment``, in the pool's dtype.
+    """The token ``[BC]`` at ``position`` of ``segment``, in the pool's dtype; positions below 0 lie in its ancestors, or
+    in the slot of its root.
 
-    Walks from the segment to its ancestors; lengths of 0 and 1 make the walk longer than one step.
+    The walk takes more than one step where ancestors are shorter than the history.
     """
-    back = tl.arange(0, BW) + 1
-    wanted = back < W
-    at = tl.zeros((BW,), tl.int32) + segment
-    begin = tl.load(cu_seqlens + at)
-    size = tl.zeros((BW,), tl.int32) + length
-    parent = tl.load(parents + at)
-    climb = wanted & (back > size) & (parent >= 0)
-    while tl.max(climb.to(tl.int32), axis=0) > 0:
-        back = tl.where(climb, back - size, back)
-        at = tl.where(climb, parent, at)
-        begin = tl.load(cu_seqlens + at, mask=climb, other=0) * climb.to(tl.int32) + tl.where(climb, 0, begin)
-        size = tl.where(climb, tl.load(cu_seqlens + at + 1, mask=climb, other=0) - begin, size)
-        parent = tl.load(parents + at)
-        climb = climb & (back > size) & (parent >= 0)
-    in_c = (channel < C)[None, :]
-    in_x = wanted & (back <= size)
-    row = (begin + size - back).to(tl.int64)
-    tokens = tl.load(x + row[:, None] * x_stride + channel[None, :], mask=in_x[:, None] & in_c, other=0.0)
-    slot = tl.load(sources + at).to(tl.int64)
-    column = W - 1 - (back - size)
-    in_pool = wanted & (back > size) & (slot >= 0)
-    place = (slot[:, None] * C + channel[None, :]) * (W - 1) + column[:, None]
-    held = tl.load(states + place, mask=in_pool[:, None] & in_c, other=0.0)
-    return tl.where(in_x[:, None], tokens.to(tl.float32).to(states.dtype.element_ty), held)
+    start = tl.load(cu_seqlens + segment)
+    parent = tl.load(parents + segment)
+    while (position < 0) & (parent >= 0):
+        segment = parent
+        start = tl.load(cu_seqlens + segment)
+        position += tl.load(cu_seqlens + segment + 1) - start
+        parent = tl.load(parents + segment)
+    token = tl.load(
+        x + (start + position).to(tl.int64) * x_stride + channel, mask=channel < tl.where(position >= 0, C, 0), other=0.0
+    )
+    slot = tl.load(sources + segment).to(tl.int64)
+    in_pool = channel < tl.where((position < 0) & (slot >= 0), C, 0)
+    held = tl.load(states + (slot * C + channel) * (W - 1) + (W - 1 + position), mask=in_pool, other=0.0)
+    return tl.where(position >= 0, token.to(tl.float32).to(states.dtype.element_ty), held)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit
+def store_gates(
+    a,
+    b,
+    a_log,
+    dt_bias,
+    g,
+    beta,
+    first,
+    count,
+    a_stride,
+    b_stride,
+    HV: tl.constexpr,
+    BH: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """Gates of ``count`` tokens from row ``first`` on: ``g = -exp(a_log) softplus(a + dt_bias)``, ``beta = sigmoid(b)``."""
+    lane, head = tl.arange(0, BT), tl.arange(0, BH)
+    row = (first + lane).to(tl.int64)[:, None]
+    inside = (lane < count)[:, None] & (head < HV)[None, :]
+    rate = tl.exp(tl.load(a_log + head, mask=head < HV, other=0.0).to(tl.float32))
+    shift = tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)
+    step = tl.load(a + row * a_stride + head[None, :], mask=inside, other=0.0).to(tl.float32) + shift[None, :]
+    # Where it matters log(1 + exp(x)) is x to the last bit, and exp(x) would overflow further on.
+    soft = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    tl.store(g + row * HV + head[None, :], -rate[None, :] * soft, mask=inside)
+    strength = tl.sigmoid(tl.load(b + row * b_stride + head[None, :], mask=inside, other=0.0).to(tl.float32))
+    tl.store(beta + row * HV + head[None, :], strength.to(beta.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_segments", "a_stride", "b_stride"])
 def conv_prefill_kernel(
     x,
     weight,
@@ -70,23 +90,35 @@ def conv_prefill_kernel(
     sources,
     destinations,
     parents,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    g,
+    beta,
     num_segments,
     x_stride,
+    a_stride,
+    b_stride,
     C: tl.constexpr,
     W: tl.constexpr,
-    BW: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
+    HV: tl.constexpr,
+    BH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Grid ``(T // BT + N, cdiv(C, BC))``.
+    """Grid ``(T // BT + N, cdiv(C, BC))``. Each thread keeps the last ``W - 1`` tokens of its channels in registers, so
+    that a token is loaded once.
 
     Args:
         x: ``[T, C]``, token stride given; weight ``[C, W]`` and bias ``[C]`` contiguous; out ``[T, C]`` contiguous.
         cu_seqlens: int32 ``[N + 1]``; sources, destinations, parents: int32 ``[N]``.
         states: ``[num_slots, C, W - 1]`` contiguous, read and written.
-        BW: power of two, at least W - 1; BT at least W - 1.
+        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta ``[T, HV]`` contiguous, written.
+            Not touched if HV is 0.
+        BT: at least W - 1.
     """
     chunk = tl.program_id(0)
     segment = find_segment(cu_seqlens, num_segments, chunk, BT)
@@ -97,37 +129,52 @@ def conv_prefill_kernel(
         return
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
-    lane = tl.arange(0, BT)
-    back = tl.arange(0, BW) + 1
-    history = tl.zeros((BW, BC), states.dtype.element_ty)
-    if base == 0:
-        history = load_history(x, cu_seqlens, states, sources, parents, x_stride, segment, 0, channel, C=C, W=W, BW=BW)
-    result = tl.zeros((BT, BC), tl.float32)
-    if HAS_BIAS:
-        result += tl.load(bias + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(W):
-        position = base + lane - (W - 1) + tap
-        row = (start + position).to(tl.int64)
-        inside = ((position >= 0) & (position < length))[:, None] & in_c[None, :]
-        token = tl.load(x + row[:, None] * x_stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    at = x + (start + base).to(tl.int64) * x_stride + channel
+    tokens = ()
+    for i in tl.static_range(BT):
+        tokens = tokens + (tl.load(at + i * x_stride, mask=channel < tl.where(base + i < length, C, 0), other=0.0),)
+    window = ()
+    for i in tl.static_range(W - 1):
+        older = tl.zeros((BC,), tl.float32)
         if base == 0:
-            for steps in tl.static_range(1, W - tap):
-                older = tl.sum(tl.where((back == steps)[:, None], history.to(tl.float32), 0.0), axis=0)
-                token = tl.where((position == -steps)[:, None], older[None, :], token)
-        result += token * tl.load(weight + channel * W + tap, mask=in_c, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        result = result * tl.sigmoid(result)
-    row = (start + base + lane).to(tl.int64)
-    inside = (base + lane < length)[:, None] & in_c[None, :]
-    tl.store(out + row[:, None] * C + channel[None, :], result.to(out.dtype.element_ty), mask=inside)
+            older = load_earlier(
+                x, cu_seqlens, states, sources, parents, x_stride, segment, base + i - (W - 1), channel, C=C, W=W
+            ).to(tl.float32)
+        near = tl.load(at + (i - (W - 1)) * x_stride, mask=channel < tl.where(base > 0, C, 0), other=0.0)
+        window = window + (tl.where(base > 0, near.to(tl.float32), older),)
+    taps = ()
+    for i in tl.static_range(W):
+        taps = taps + (tl.load(weight + channel * W + i, mask=in_c, other=0.0).to(tl.float32),)
+    offset = tl.zeros((BC,), tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + channel, mask=in_c, other=0.0).to(tl.float32)
+    target = out + (start + base).to(tl.int64) * C + channel
+    for i in tl.static_range(BT):
+        window = window + (tokens[i].to(tl.float32),)
+        result = offset
+        for tap in tl.static_range(W):
+            result += window[i + tap] * taps[tap]
+        if SILU:
+            result = result * tl.sigmoid(result)
+        tl.store(target + i * C, result.to(out.dtype.element_ty), mask=channel < tl.where(base + i < length, C, 0))
+    if HV > 0:
+        if tl.program_id(1) == 0:
+            store_gates(
+                a, b, a_log, dt_bias, g, beta, start + base, length - base, a_stride, b_stride, HV=HV, BH=BH, BT=BT
+            )
 
     if base == 0:
         destination = tl.load(destinations + segment).to(tl.int64)
         if destination >= 0:
-            final = load_history(
-                x, cu_seqlens, states, sources, parents, x_stride, segment, length, channel, C=C, W=W, BW=BW
-            )
+            final = ()
+            for i in tl.static_range(W - 1):
+                position = length + (i - (W - 1))
+                final = final + (
+                    load_earlier(
+                        x, cu_seqlens, states, sources, parents, x_stride, segment, position, channel, C=C, W=W
+                    ),
+                )
             # In place, a column is written by another thread than the one that read it: reads first, then writes.
             tl.debug_barrier()
-            place = (destination * C + channel[None, :]) * (W - 1) + (W - 1 - back)[:, None]
-            tl.store(states + place, final, mask=(back < W)[:, None] & in_c[None, :])
+            for i in tl.static_range(W - 1):
+                tl.store(states + (destination * C + channel) * (W - 1) + i, final[i], mask=in_c)

@@ -1,0 +1,311 @@
+"""The walk over chunks for sm_90: one persistent program a multiprocessor, its warps split by what they do.
+
+The maths is that of :mod:`ckpt_ops.kernels.chain`. Four warps load: chunks two ahead and the next start state, past the
+end of the item at hand. Four warps walk: the state and all that is made from it is the left operand of products, taken
+from registers, and the two products of the output run in the shadow of the three that wait for each other. Four warps
+store outputs and final states. Each hands tiles to the next through a barrier in shared memory, and gets them back
+through another.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Triton 3.7 renamed it.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+LOADERS = gl.constexpr(128)
+
+
+@gluon.jit
+def fresh_zero():
+    """0, in a way that the compiler cannot see. Addresses that depend on it are computed where they are used; otherwise
+    all are computed before the loop and do not fit into registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def locate(item, first_segment, segments, SLICES: gl.constexpr):
+    """Segment, value head and slice of ``D_v`` of an item; segments vary fastest, as they may share a start state."""
+    rest = item // segments
+    return first_segment + item % segments, rest // SLICES, rest % SLICES
+
+
+@gluon.jit
+def load_group(
+    q, k, v, cu_seqlens, states, sources, records, first_segment, segments, first_item, last_item,
+    q_stride, k_stride, v_stride,
+    key_tiles, query_tiles, value_tiles, inverse_tiles, weight_tiles, vector_tiles, state_tile,
+    full, empty, state_full, state_empty,
+    HK: gl.constexpr, HV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy start states and chunks to shared memory, as soon as there is room; a state that is there already, once."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
+    VALUE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    VECTOR: gl.constexpr = 128 // states.dtype.element_ty.primitive_bitwidth
+    ROWS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // BV, BV // VECTOR], [4, 1], [1, 0])
+    SLICES: gl.constexpr = DV // BV
+
+    chunks = 0
+    turn = 0
+    there = -2
+    segment, head, part = locate(first_item, first_segment, segments, SLICES)
+    start = gl.load(cu_seqlens + segment)
+    end = gl.load(cu_seqlens + segment + 1)
+    slot = gl.load(sources + segment)
+    for item in range(first_item, last_item):
+        place = (start // BT + segment).to(gl.int64) * HV + head
+        token = start.to(gl.int64)
+        q_at = q + token * q_stride + (head // (HV // HK)) * DK
+        k_at = k + token * k_stride + (head // (HV // HK)) * DK
+        v_at = v + token * v_stride + head * DV + part * BV
+        length = end - start
+        wanted = slot
+        if (item % segments == 0) | (wanted != there):
+            mbarrier.wait(state_empty, (turn & 1) ^ 1)
+            dim_k = (fresh_zero() + gl.arange(0, DK, gl.SliceLayout(1, ROWS)))[:, None]
+            state_place = dim_k * DV + gl.arange(0, BV, gl.SliceLayout(0, ROWS))[None, :]
+            s_at = states + (wanted.to(gl.int64) * HV + head) * (DK * DV) + part * BV
+            async_load(state_tile, s_at + state_place, mask=dim_k < gl.where(wanted >= 0, DK, 0))
+            async_copy.mbarrier_arrive(state_full, increment_count=False)
+            turn += 1
+        there = wanted
+        segment, head, part = locate(gl.minimum(item + 1, last_item - 1), first_segment, segments, SLICES)
+        start = gl.load(cu_seqlens + segment)
+        end = gl.load(cu_seqlens + segment + 1)
+        slot = gl.load(sources + segment)
+        for base in range(0, length, BT):
+            stage = chunks % STAGES
+            mbarrier.wait(empty.index(stage), ((chunks // STAGES) & 1) ^ 1)
+            left = length - base
+            zero = fresh_zero()
+            row = (zero + gl.arange(0, BT, gl.SliceLayout(1, WIDE)))[:, None]
+            column = gl.arange(0, DK, gl.SliceLayout(0, WIDE))[None, :]
+            value_row = (zero + gl.arange(0, BT, gl.SliceLayout(1, VALUE)))[:, None]
+            value_column = gl.arange(0, BV, gl.SliceLayout(0, VALUE))[None, :]
+            square_row = (zero + gl.arange(0, BT, gl.SliceLayout(1, SQUARE)))[:, None]
+            square = square_row * BT + gl.arange(0, BT, gl.SliceLayout(0, SQUARE))[None, :]
+            line = zero + gl.arange(0, 4 * BT, LINE)
+            record = records + place * (2 * BT * BT + 8 * BT)
+            async_load(key_tiles.index(stage), k_at + row * k_stride + column, mask=row < left)
+            async_load(value_tiles.index(stage), v_at + value_row * v_stride + value_column, mask=value_row < left)
+            async_load(inverse_tiles.index(stage), record + square)
+            vectors = (record + 2 * BT * BT).to(gl.pointer_type(gl.float32), bitcast=True)
+            async_load(vector_tiles.index(stage), vectors + line)
+            async_load(query_tiles.index(stage), q_at + row * q_stride + column, mask=row < left)
+            async_load(weight_tiles.index(stage), record + BT * BT + square)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            chunks += 1
+            place += HV
+            q_at += BT * q_stride
+            k_at += BT * k_stride
+            v_at += BT * v_stride
+
+
+@gluon.jit
+def walk_group(
+    cu_seqlens, states, sources, destinations, first_segment, segments, first_item, last_item,
+    key_tiles, query_tiles, value_tiles, inverse_tiles, weight_tiles, vector_tiles, state_tile, out_tiles,
+    full, empty, state_full, state_empty, out_full, out_empty,
+    HV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Carry each item's state through its chunks, and write the final one."""
+    TYPE: gl.constexpr = key_tiles.dtype
+    WARPS: gl.constexpr = BV // 16
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DK, 16])
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BT, 16])
+    STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    SCORE_LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
+    TIME: gl.constexpr = gl.SliceLayout(0, SCORE)
+    SLICES: gl.constexpr = DV // BV
+    blank = gl.zeros([BV, BT], gl.float32, SCORE)
+    nothing = gl.zeros([BV, DK], gl.float32, STATE)
+
+    chunks = 0
+    turn = 0
+    there = -2
+    segment, head, part = locate(first_item, first_segment, segments, SLICES)
+    start = gl.load(cu_seqlens + segment)
+    end = gl.load(cu_seqlens + segment + 1)
+    slot = gl.load(sources + segment)
+    destination = gl.load(destinations + segment)
+    for item in range(first_item, last_item):
+        length = end - start
+        wanted = slot
+        kept = states + (destination.to(gl.int64) * HV + head) * (DK * DV) + part * BV
+        keeps = destination >= 0
+        segment, head, part = locate(gl.minimum(item + 1, last_item - 1), first_segment, segments, SLICES)
+        start = gl.load(cu_seqlens + segment)
+        end = gl.load(cu_seqlens + segment + 1)
+        slot = gl.load(sources + segment)
+        destination = gl.load(destinations + segment)
+        if (item % segments == 0) | (wanted != there):
+            mbarrier.wait(state_full, turn & 1)
+            turn += 1
+        there = wanted
+        state = state_tile.permute((1, 0)).load(STATE).to(gl.float32)
+        last_use = (item == last_item - 1) | ((item + 1) % segments == 0) | (slot != there)
+        if last_use:
+            mbarrier.arrive(state_empty)
+        for base in range(0, length, BT):
+            stage = chunks % STAGES
+            mbarrier.wait(full.index(stage), (chunks // STAGES) & 1)
+            keys = key_tiles.index(stage)
+            vector = vector_tiles.index(stage)
+            rounded = gl.convert_layout(state.to(TYPE), SCORE_LEFT)
+            recalled = warpgroup_mma(rounded, keys.permute((1, 0)), blank, use_acc=False, is_async=True)
+            queries = query_tiles.index(stage).permute((1, 0))
+            result = warpgroup_mma(rounded, queries, blank, use_acc=False, is_async=True)
+            values = value_tiles.index(stage).permute((1, 0)).load(SCORE)
+            key_reach = vector.slice(0, BT).load(TIME)[None, :]
+            recalled = warpgroup_mma_wait(1, [recalled])
+            error = gl.convert_layout((values.to(gl.float32) - recalled * key_reach).to(TYPE), SCORE_LEFT)
+            inverse = inverse_tiles.index(stage).permute((1, 0))
+            update = warpgroup_mma(error, inverse, blank, use_acc=False, is_async=True)
+            result = warpgroup_mma_wait(1, [result])
+            result = result * vector.slice(BT, BT).load(TIME)[None, :]
+            key_left = vector.slice(2 * BT, BT).load(TIME)[None, :]
+            update = warpgroup_mma_wait(0, [update])
+            carried = gl.convert_layout((update * key_left).to(TYPE), STATE_LEFT)
+            added = warpgroup_mma(carried, keys, nothing, use_acc=False, is_async=True)
+            plain = gl.convert_layout(update.to(TYPE), SCORE_LEFT)
+            weights = weight_tiles.index(stage).permute((1, 0))
+            result = warpgroup_mma(plain, weights, result, is_async=True)
+            fade = vector.slice(3 * BT, 1).load(gl.SliceLayout(0, STATE))[None, :]
+            added = warpgroup_mma_wait(1, [added])
+            state = state * fade + added
+            result = warpgroup_mma_wait(0, [result])
+            mbarrier.arrive(empty.index(stage))
+            mbarrier.wait(out_empty.index(chunks % 2), ((chunks // 2) & 1) ^ 1)
+            out_tiles.index(chunks % 2).permute((1, 0)).store(result.to(TYPE))
+            mbarrier.arrive(out_full.index(chunks % 2))
+            chunks += 1
+        if keeps:
+            dim_v = (fresh_zero() + gl.arange(0, BV, gl.SliceLayout(1, STATE)))[:, None]
+            dim_k = gl.arange(0, DK, gl.SliceLayout(0, STATE))[None, :]
+            gl.store(kept + dim_k * DV + dim_v, state.to(states.dtype.element_ty))
+
+
+@gluon.jit
+def store_group(
+    out, cu_seqlens, first_segment, segments, first_item, last_item, out_tiles, out_full, out_empty,
+    HV: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+):  # fmt: skip
+    """Write outputs."""
+    VALUE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
+    row = gl.arange(0, BT, gl.SliceLayout(1, VALUE))[:, None]
+    column = gl.arange(0, BV, gl.SliceLayout(0, VALUE))[None, :]
+    SLICES: gl.constexpr = DV // BV
+    chunks = 0
+    for item in range(first_item, last_item):
+        segment, head, part = locate(item, first_segment, segments, SLICES)
+        start = gl.load(cu_seqlens + segment)
+        length = gl.load(cu_seqlens + segment + 1) - start
+        target = out + start.to(gl.int64) * (HV * DV) + head * DV + part * BV + row * (HV * DV) + column
+        for base in range(0, length, BT):
+            mbarrier.wait(out_full.index(chunks % 2), (chunks // 2) & 1)
+            tile = out_tiles.index(chunks % 2).load(VALUE)
+            mbarrier.arrive(out_empty.index(chunks % 2))
+            gl.store(target, tile, mask=row < length - base)
+            target += BT * (HV * DV)
+            chunks += 1
+
+
+@gluon.jit(do_not_specialize=["first_segment", "segments", "share"])
+def hopper_chain_kernel(
+    q,
+    k,
+    v,
+    out,
+    cu_seqlens,
+    states,
+    sources,
+    destinations,
+    records,
+    first_segment,
+    segments,
+    share,
+    q_stride,
+    k_stride,
+    v_stride,
+    HK: gl.constexpr,
+    HV: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    BV: gl.constexpr,
+    BT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid: ``cdiv(items, share)`` with items the segments of the phase times ``H_v`` times ``D_v / BV``, and ``share``
+    of them for each program; ``BV / 16`` warps.
+
+    Arguments as ``chain_kernel``, and D_k 64 or 128, BV 64 or 128, BT 64, half precision, strides in elements multiples
+    of 16, pointers of 16 bytes. ``sources`` of children are their parents' destinations.
+    records: for each chunk and value head T, A and the vectors, as ``hopper_intra_kernel`` wrote them.
+    """
+    TYPE: gl.constexpr = k.dtype.element_ty
+    KEPT: gl.constexpr = states.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    key_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, DK], TILE)
+    query_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, DK], TILE)
+    value_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, BV], TILE)
+    inverse_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, BT], TILE)
+    weight_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, BT], TILE)
+    vector_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], PLAIN)
+    out_tiles = gl.allocate_shared_memory(TYPE, [2, BT, BV], TILE)
+    state_tile = gl.allocate_shared_memory(KEPT, [DK, BV], ROWS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    out_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    out_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    state_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    state_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=LOADERS)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(out_full.index(i), count=1)
+        mbarrier.init(out_empty.index(i), count=1)
+    mbarrier.init(state_full, count=LOADERS)
+    mbarrier.init(state_empty, count=1)
+    first_item = gl.program_id(0) * share
+    last_item = gl.minimum(first_item + share, segments * (HV * (DV // BV)))
+    gdc_launch_dependents()
+    gdc_wait()
+    gl.warp_specialize(
+        [
+            (
+                walk_group,
+                (
+                    cu_seqlens, states, sources, destinations, first_segment, segments, first_item, last_item,
+                    key_tiles, query_tiles, value_tiles, inverse_tiles, weight_tiles, vector_tiles, state_tile,
+                    out_tiles, full, empty, state_full, state_empty, out_full, out_empty, HV, DK, DV, BV, BT, STAGES,
+                ),
+            ),
+            (
+                load_group,
+                (
+                    q, k, v, cu_seqlens, states, sources, records, first_segment, segments, first_item, last_item,
+                    q_stride, k_stride, v_stride, key_tiles, query_tiles, value_tiles, inverse_tiles, weight_tiles,
+                    vector_tiles, state_tile, full, empty, state_full, state_empty, HK, HV, DK, DV, BV, BT, STAGES,
+                ),
+            ),
+            (
+                store_group,
+                (
+                    out, cu_seqlens, first_segment, segments, first_item, last_item, out_tiles, out_full, out_empty,
+                    HV, DV, BV, BT,
+                ),
+            ),
+        ],
+        [4, 4],
+        [112 if BV == 64 else 56, 64 if BV == 64 else 40],
+    )  # fmt: skip
