@@ -53,7 +53,7 @@ def choose_config(capability: int, dim_k: int, dim_v: int, dtype: torch.dtype) -
         intra_stages=1,
         chain_warps=4,
         chain_stages=2 if half and not small and block_k <= 128 else 1,
-        decode_block_v=min(block_v, 32),
+        decode_block_v=min(block_v, 64),
         decode_warps=4,
         hopper=capability == 90 and half and dim_k in (64, 128) and dim_v % 64 == 0,
     )

@@ -6,7 +6,9 @@ No launch reads a device value, so nothing here syncs: grids are upper bounds ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -81,11 +83,10 @@ def _prefill(
     (tokens, heads_k, dim_k), (_, heads_v, dim_v) = q.shape, v.shape
     config = config_for(q.device, dim_k, dim_v, q.dtype)
     scale = dim_k**-0.5 if scale is None else scale
-    if config.hopper:
-        from ckpt_ops import launch_hopper
-
+    hopper = _hopper_launch() if config.hopper else None
+    if hopper is not None:
         with device_guard(q.device):
-            launch_hopper.prefill(q, k, v, g, beta, cu_seqlens, states, sources, destinations, phase_offsets, scale, out)
+            hopper.prefill(q, k, v, g, beta, cu_seqlens, states, sources, destinations, phase_offsets, scale, out)
         return out
     chunk = config.chunk
     chunks = tokens // chunk + segments
@@ -153,6 +154,16 @@ def _prefill(
                 num_stages=config.chain_stages,
             )
     return out
+
+
+@lru_cache(maxsize=1)
+def _hopper_launch() -> Any:
+    """The module of sm_90's own kernels, or None where this Triton lacks what they are written in."""
+    try:
+        from ckpt_ops import launch_hopper
+    except ImportError:
+        return None
+    return launch_hopper
 
 
 def gdn_decode(

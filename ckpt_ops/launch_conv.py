@@ -10,7 +10,7 @@ from ckpt_ops.kernels.conv import conv_prefill_kernel
 from ckpt_ops.kernels.decode import conv_decode_kernel
 
 TILE = 16
-CHANNELS = 1024
+CHANNELS = 512
 DECODE_CHANNELS = 256
 
 
@@ -32,10 +32,11 @@ def causal_conv1d_prefill(
         return out
     x = dense_rows(x)
     block = min(CHANNELS, triton.next_power_of_2(channels))
+    weight = weight.contiguous()
     with device_guard(x.device):
         conv_prefill_kernel[(tokens // TILE + segments, triton.cdiv(channels, block))](
             x,
-            weight.contiguous(),
+            weight,
             None if bias is None else bias.contiguous(),
             out,
             cu_seqlens,
@@ -61,6 +62,7 @@ def causal_conv1d_prefill(
             BH=1,
             HAS_BIAS=bias is not None,
             SILU=activation == "silu",
+            PACKED=width == 4 and weight.element_size() == 2 and weight.data_ptr() % 8 == 0,
             num_warps=4,
         )
     return out

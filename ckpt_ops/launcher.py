@@ -1,8 +1,8 @@
 """Launching a kernel that has been compiled before without asking Triton again how.
 
-Triton examines every argument of every launch. Here the caller promises what its kernels were specialised for (tensors
-aligned to 16 bytes, strides that are multiples of 16, all other integers not specialised), so that a key of dtypes and
-constants is enough to find the compiled kernel.
+Triton examines every argument of every launch, which takes longer than a short kernel runs. Here the caller promises
+what its kernels were specialised for (tensors aligned to 16 bytes, strides that are multiples of 16, all other integers
+not specialised), so that dtypes and constants are enough to find the compiled kernel.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 ALIGNMENT = 16
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether a kernel may be specialised for ``x``: its data and its rows begin at multiples of 16 bytes and elements."""
+    """Whether a kernel may be specialised for ``x``: its data begin at a multiple of 16 bytes, and its rows at
+    multiples of 16 elements."""
     return x.data_ptr() % ALIGNMENT == 0 and x.stride(0) % ALIGNMENT == 0
 
 
 class Launcher:
-    """One kernel and its compiled forms, by device and key.
+    """One kernel and its compiled forms.
 
     Args:
         kernel: a Triton or Gluon function.
@@ -39,16 +42,27 @@ class Launcher:
 
         Args:
             grid: number of programs in each dimension.
-            key: all that the compiled form depends on: dtypes and constants. None: ask Triton.
+            key: all that the compiled form depends on beside the device: dtypes and constants. None: ask Triton.
             arguments: all of the kernel's, in order, constants included.
             options: number of warps and the like, determined by ``key``.
         """
         if key is None:
             self.kernel[grid](*arguments, **options)
             return
-        key = (torch.cuda.current_device(), key)
-        compiled = self._compiled.get(key)
+        device = torch.cuda.current_device()
+        compiled = self._compiled.get((device, key))
         if compiled is None:
-            self._compiled[key] = self.kernel[grid](*arguments, **options)
-        else:
-            compiled[grid](*arguments)
+            self._compiled[device, key] = self.kernel[grid](*arguments, **options)
+            return
+        pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+        if _is_watched():
+            compiled[grid](*pointers)
+            return
+        stream = driver.active.get_current_stream(device)
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers)
+
+
+def _is_watched() -> bool:
+    """Whether a profiler has asked Triton to be told of launches."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

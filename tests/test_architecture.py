@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _OPS = """
 errors segments checks reference chunked shortconv
-kernels kernels.common kernels.conv kernels.intra kernels.chain kernels.decode
-blocks launch_conv launch schema api __init__ testing
+kernels kernels.common kernels.conv kernels.intra kernels.chain kernels.decode kernels.hopper_intra
+kernels.hopper_chain blocks launcher launch_conv launch_hopper launch schema api __init__ testing
 """
 _HF = """
 errors config markers plain_text seams chat_cuts encode prompt_checks prompts

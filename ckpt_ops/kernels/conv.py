@@ -28,8 +28,8 @@ def load_earlier(
     C: tl.constexpr,
     W: tl.constexpr,
 ):
-    """The token ``[BC]`` at ``position`` of ``segment``, in the pool's dtype; positions below 0 lie in its ancestors, or
-    in the slot of its root.
+    """The token ``[BC]`` at ``position`` of ``segment``, in the pool's dtype; positions below 0 lie in its ancestors,
+    or in the slot of its root.
 
     The walk takes more than one step where ancestors are shorter than the history.
     """
@@ -41,12 +41,29 @@ def load_earlier(
         position += tl.load(cu_seqlens + segment + 1) - start
         parent = tl.load(parents + segment)
     token = tl.load(
-        x + (start + position).to(tl.int64) * x_stride + channel, mask=channel < tl.where(position >= 0, C, 0), other=0.0
+        x + (start + position).to(tl.int64) * x_stride + channel,
+        mask=channel < tl.where(position >= 0, C, 0),
+        other=0.0,
     )
     slot = tl.load(sources + segment).to(tl.int64)
     in_pool = channel < tl.where((position < 0) & (slot >= 0), C, 0)
     held = tl.load(states + (slot * C + channel) * (W - 1) + (W - 1 + position), mask=in_pool, other=0.0)
     return tl.where(position >= 0, token.to(tl.float32).to(states.dtype.element_ty), held)
+
+
+@triton.jit
+def load_taps(weight, channel, in_c, W: tl.constexpr, PACKED: tl.constexpr):
+    """The ``W`` columns ``[BC]`` of ``weight``, fp32. PACKED: 4 taps of 2 bytes, read as one word a channel."""
+    taps = ()
+    if PACKED:
+        words = tl.load(weight.to(tl.pointer_type(tl.int64)) + channel, mask=in_c, other=0)
+        for i in tl.static_range(W):
+            bits = ((words >> (16 * i)) & 0xFFFF).to(tl.uint16)
+            taps = taps + (bits.to(weight.dtype.element_ty, bitcast=True).to(tl.float32),)
+    else:
+        for i in tl.static_range(W):
+            taps = taps + (tl.load(weight + channel * W + i, mask=in_c, other=0.0).to(tl.float32),)
+    return taps
 
 
 @triton.jit
@@ -108,6 +125,7 @@ def conv_prefill_kernel(
     BH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Grid ``(T // BT + N, cdiv(C, BC))``. Each thread keeps the last ``W - 1`` tokens of its channels in registers, so
     that a token is loaded once.
@@ -116,9 +134,9 @@ def conv_prefill_kernel(
         x: ``[T, C]``, token stride given; weight ``[C, W]`` and bias ``[C]`` contiguous; out ``[T, C]`` contiguous.
         cu_seqlens: int32 ``[N + 1]``; sources, destinations, parents: int32 ``[N]``.
         states: ``[num_slots, C, W - 1]`` contiguous, read and written.
-        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta ``[T, HV]`` contiguous, written.
-            Not touched if HV is 0.
-        BT: at least W - 1.
+        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta ``[T, HV]`` contiguous,
+            written. Not touched if HV is 0.
+        BT: at least W - 1. PACKED: see ``load_taps``.
     """
     chunk = tl.program_id(0)
     segment = find_segment(cu_seqlens, num_segments, chunk, BT)
@@ -142,9 +160,7 @@ def conv_prefill_kernel(
             ).to(tl.float32)
         near = tl.load(at + (i - (W - 1)) * x_stride, mask=channel < tl.where(base > 0, C, 0), other=0.0)
         window = window + (tl.where(base > 0, near.to(tl.float32), older),)
-    taps = ()
-    for i in tl.static_range(W):
-        taps = taps + (tl.load(weight + channel * W + i, mask=in_c, other=0.0).to(tl.float32),)
+    taps = load_taps(weight, channel, in_c, W=W, PACKED=PACKED)
     offset = tl.zeros((BC,), tl.float32)
     if HAS_BIAS:
         offset += tl.load(bias + channel, mask=in_c, other=0.0).to(tl.float32)

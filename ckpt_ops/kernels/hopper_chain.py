@@ -1,17 +1,27 @@
 """The walk over chunks for sm_90: one persistent program a multiprocessor, its warps split by what they do.
 
-The maths is that of :mod:`ckpt_ops.kernels.chain`. Four warps load: chunks two ahead and the next start state, past the
-end of the item at hand. Four warps walk: the state and all that is made from it is the left operand of products, taken
-from registers, and the two products of the output run in the shadow of the three that wait for each other. Four warps
-store outputs and final states. Each hands tiles to the next through a barrier in shared memory, and gets them back
-through another.
+The maths is that of :mod:`ckpt_ops.kernels.chain`. An item is one segment, value head and slice of ``D_v``.
+
+- Four warps load: two chunks ahead and the next start state, past the end of the item at hand.
+- Four warps walk: they run only the three products that wait for each other (what the state recalls, the update, the
+  next state), with the left operands in registers, and hand each rounded state and update on through shared memory.
+- Four warps make the outputs from those, and write them and the final states.
+
+Each group tells the next through a barrier in shared memory that a tile is full, and the one before that it is empty.
+Tiles that asynchronous copies fill need no proxy fence before the products read them; those that threads store do.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton 3.7 renamed it.
@@ -59,6 +69,9 @@ def load_group(
     start = gl.load(cu_seqlens + segment)
     end = gl.load(cu_seqlens + segment + 1)
     slot = gl.load(sources + segment)
+    # The launches before may still run; nothing that they write is read above, and the other warps work on what is
+    # loaded below.
+    gdc_wait()
     for item in range(first_item, last_item):
         place = (start // BT + segment).to(gl.int64) * HV + head
         token = start.to(gl.int64)
@@ -110,16 +123,16 @@ def load_group(
 
 @gluon.jit
 def walk_group(
-    cu_seqlens, states, sources, destinations, first_segment, segments, first_item, last_item,
-    key_tiles, query_tiles, value_tiles, inverse_tiles, weight_tiles, vector_tiles, state_tile, out_tiles,
-    full, empty, state_full, state_empty, out_full, out_empty,
+    cu_seqlens, sources, first_segment, segments, first_item, last_item,
+    key_tiles, value_tiles, inverse_tiles, vector_tiles, state_tile, rounded_tile, update_tile, final_tile,
+    full, empty, state_full, state_empty, inner_full, inner_empty, final_full,
+    final_empty,
     HV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Carry each item's state through its chunks, and write the final one."""
+    """Carry each item's state through its chunks."""
     TYPE: gl.constexpr = key_tiles.dtype
-    WARPS: gl.constexpr = BV // 16
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DK, 16])
-    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BT, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     SCORE_LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
     TIME: gl.constexpr = gl.SliceLayout(0, SCORE)
@@ -130,91 +143,106 @@ def walk_group(
     chunks = 0
     turn = 0
     there = -2
-    segment, head, part = locate(first_item, first_segment, segments, SLICES)
+    segment, _head, _part = locate(first_item, first_segment, segments, SLICES)
     start = gl.load(cu_seqlens + segment)
     end = gl.load(cu_seqlens + segment + 1)
     slot = gl.load(sources + segment)
-    destination = gl.load(destinations + segment)
     for item in range(first_item, last_item):
         length = end - start
         wanted = slot
-        kept = states + (destination.to(gl.int64) * HV + head) * (DK * DV) + part * BV
-        keeps = destination >= 0
-        segment, head, part = locate(gl.minimum(item + 1, last_item - 1), first_segment, segments, SLICES)
+        segment, _head, _part = locate(gl.minimum(item + 1, last_item - 1), first_segment, segments, SLICES)
         start = gl.load(cu_seqlens + segment)
         end = gl.load(cu_seqlens + segment + 1)
         slot = gl.load(sources + segment)
-        destination = gl.load(destinations + segment)
         if (item % segments == 0) | (wanted != there):
             mbarrier.wait(state_full, turn & 1)
             turn += 1
         there = wanted
         state = state_tile.permute((1, 0)).load(STATE).to(gl.float32)
-        last_use = (item == last_item - 1) | ((item + 1) % segments == 0) | (slot != there)
-        if last_use:
+        if (item == last_item - 1) | ((item + 1) % segments == 0) | (slot != there):
             mbarrier.arrive(state_empty)
-        for base in range(0, length, BT):
+        for _ in range(0, length, BT):
             stage = chunks % STAGES
             mbarrier.wait(full.index(stage), (chunks // STAGES) & 1)
             keys = key_tiles.index(stage)
             vector = vector_tiles.index(stage)
-            rounded = gl.convert_layout(state.to(TYPE), SCORE_LEFT)
-            recalled = warpgroup_mma(rounded, keys.permute((1, 0)), blank, use_acc=False, is_async=True)
-            queries = query_tiles.index(stage).permute((1, 0))
-            result = warpgroup_mma(rounded, queries, blank, use_acc=False, is_async=True)
+            rounded = state.to(TYPE)
+            left = gl.convert_layout(rounded, SCORE_LEFT)
+            recalled = warpgroup_mma(left, keys.permute((1, 0)), blank, use_acc=False, is_async=True)
             values = value_tiles.index(stage).permute((1, 0)).load(SCORE)
             key_reach = vector.slice(0, BT).load(TIME)[None, :]
-            recalled = warpgroup_mma_wait(1, [recalled])
+            recalled = warpgroup_mma_wait(0, [recalled])
             error = gl.convert_layout((values.to(gl.float32) - recalled * key_reach).to(TYPE), SCORE_LEFT)
             inverse = inverse_tiles.index(stage).permute((1, 0))
             update = warpgroup_mma(error, inverse, blank, use_acc=False, is_async=True)
-            result = warpgroup_mma_wait(1, [result])
-            result = result * vector.slice(BT, BT).load(TIME)[None, :]
             key_left = vector.slice(2 * BT, BT).load(TIME)[None, :]
+            fade = vector.slice(3 * BT, 1).load(gl.SliceLayout(0, STATE))[None, :]
             update = warpgroup_mma_wait(0, [update])
             carried = gl.convert_layout((update * key_left).to(TYPE), STATE_LEFT)
+            mbarrier.wait(inner_empty, (chunks & 1) ^ 1)
             added = warpgroup_mma(carried, keys, nothing, use_acc=False, is_async=True)
-            plain = gl.convert_layout(update.to(TYPE), SCORE_LEFT)
-            weights = weight_tiles.index(stage).permute((1, 0))
-            result = warpgroup_mma(plain, weights, result, is_async=True)
-            fade = vector.slice(3 * BT, 1).load(gl.SliceLayout(0, STATE))[None, :]
-            added = warpgroup_mma_wait(1, [added])
-            state = state * fade + added
-            result = warpgroup_mma_wait(0, [result])
+            rounded_tile.store(rounded)
+            update_tile.store(update.to(TYPE))
+            fence_async_shared()
+            mbarrier.arrive(inner_full)
+            added = warpgroup_mma_wait(0, [added])
             mbarrier.arrive(empty.index(stage))
-            mbarrier.wait(out_empty.index(chunks % 2), ((chunks // 2) & 1) ^ 1)
-            out_tiles.index(chunks % 2).permute((1, 0)).store(result.to(TYPE))
-            mbarrier.arrive(out_full.index(chunks % 2))
+            state = state * fade + added
             chunks += 1
-        if keeps:
-            dim_v = (fresh_zero() + gl.arange(0, BV, gl.SliceLayout(1, STATE)))[:, None]
-            dim_k = gl.arange(0, DK, gl.SliceLayout(0, STATE))[None, :]
-            gl.store(kept + dim_k * DV + dim_v, state.to(states.dtype.element_ty))
+        mbarrier.wait(final_empty, ((item - first_item) & 1) ^ 1)
+        final_tile.permute((1, 0)).store(state.to(final_tile.dtype))
+        mbarrier.arrive(final_full)
 
 
 @gluon.jit
-def store_group(
-    out, cu_seqlens, first_segment, segments, first_item, last_item, out_tiles, out_full, out_empty,
-    HV: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr,
+def output_group(
+    out, cu_seqlens, states, destinations, first_segment, segments, first_item, last_item,
+    query_tiles, weight_tiles, vector_tiles, rounded_tile, update_tile, final_tile,
+    full, empty, inner_full, inner_empty, final_full, final_empty,
+    HV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write outputs."""
-    VALUE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
-    row = gl.arange(0, BT, gl.SliceLayout(1, VALUE))[:, None]
-    column = gl.arange(0, BV, gl.SliceLayout(0, VALUE))[None, :]
+    """Outputs from the states and updates that the walk hands over, off its path; and the final states."""
+    TYPE: gl.constexpr = query_tiles.dtype
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [4, 1], [1, 0])
+    VECTOR: gl.constexpr = 128 // states.dtype.element_ty.primitive_bitwidth
+    KEPT: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // BV, BV // VECTOR], [4, 1], [1, 0])
     SLICES: gl.constexpr = DV // BV
+    blank = gl.zeros([BT, BV], gl.float32, RESULT)
     chunks = 0
     for item in range(first_item, last_item):
         segment, head, part = locate(item, first_segment, segments, SLICES)
         start = gl.load(cu_seqlens + segment)
         length = gl.load(cu_seqlens + segment + 1) - start
-        target = out + start.to(gl.int64) * (HV * DV) + head * DV + part * BV + row * (HV * DV) + column
+        destination = gl.load(destinations + segment)
+        target = out + start.to(gl.int64) * (HV * DV) + head * DV + part * BV
         for base in range(0, length, BT):
-            mbarrier.wait(out_full.index(chunks % 2), (chunks // 2) & 1)
-            tile = out_tiles.index(chunks % 2).load(VALUE)
-            mbarrier.arrive(out_empty.index(chunks % 2))
-            gl.store(target, tile, mask=row < length - base)
+            stage = chunks % STAGES
+            mbarrier.wait(full.index(stage), (chunks // STAGES) & 1)
+            mbarrier.wait(inner_full, chunks & 1)
+            result = warpgroup_mma(
+                query_tiles.index(stage), rounded_tile.permute((1, 0)), blank, use_acc=False, is_async=True
+            )
+            reach = vector_tiles.index(stage).slice(BT, BT).load(gl.SliceLayout(1, RESULT))[:, None]
+            result = warpgroup_mma_wait(0, [result]) * reach
+            result = warpgroup_mma(weight_tiles.index(stage), update_tile.permute((1, 0)), result, is_async=True)
+            result = warpgroup_mma_wait(0, [result])
+            mbarrier.arrive(inner_empty)
+            mbarrier.arrive(empty.index(stage))
+            row = (fresh_zero() + gl.arange(0, BT, gl.SliceLayout(1, ROWS)))[:, None]
+            column = gl.arange(0, BV, gl.SliceLayout(0, ROWS))[None, :]
+            tile = gl.convert_layout(result.to(TYPE), ROWS)
+            gl.store(target + row * (HV * DV) + column, tile, mask=row < length - base)
             target += BT * (HV * DV)
             chunks += 1
+        mbarrier.wait(final_full, (item - first_item) & 1)
+        final = final_tile.load(KEPT)
+        mbarrier.arrive(final_empty)
+        if destination >= 0:
+            dim_k = (fresh_zero() + gl.arange(0, DK, gl.SliceLayout(1, KEPT)))[:, None]
+            dim_v = gl.arange(0, BV, gl.SliceLayout(0, KEPT))[None, :]
+            kept = states + (destination.to(gl.int64) * HV + head) * (DK * DV) + part * BV
+            gl.store(kept + dim_k * DV + dim_v, final)
 
 
 @gluon.jit(do_not_specialize=["first_segment", "segments", "share"])
@@ -260,34 +288,39 @@ def hopper_chain_kernel(
     inverse_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, BT], TILE)
     weight_tiles = gl.allocate_shared_memory(TYPE, [STAGES, BT, BT], TILE)
     vector_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * BT], PLAIN)
-    out_tiles = gl.allocate_shared_memory(TYPE, [2, BT, BV], TILE)
+    rounded_tile = gl.allocate_shared_memory(TYPE, [BV, DK], TILE)
+    update_tile = gl.allocate_shared_memory(TYPE, [BV, BT], TILE)
+    final_tile = gl.allocate_shared_memory(KEPT, [DK, BV], ROWS)
     state_tile = gl.allocate_shared_memory(KEPT, [DK, BV], ROWS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    out_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    out_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    inner_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    inner_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    final_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    final_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     state_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     state_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=LOADERS)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(out_full.index(i), count=1)
-        mbarrier.init(out_empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(final_full, count=1)
+    mbarrier.init(final_empty, count=1)
+    mbarrier.init(inner_full, count=1)
+    mbarrier.init(inner_empty, count=1)
     mbarrier.init(state_full, count=LOADERS)
     mbarrier.init(state_empty, count=1)
     first_item = gl.program_id(0) * share
     last_item = gl.minimum(first_item + share, segments * (HV * (DV // BV)))
     gdc_launch_dependents()
-    gdc_wait()
     gl.warp_specialize(
         [
             (
                 walk_group,
                 (
-                    cu_seqlens, states, sources, destinations, first_segment, segments, first_item, last_item,
-                    key_tiles, query_tiles, value_tiles, inverse_tiles, weight_tiles, vector_tiles, state_tile,
-                    out_tiles, full, empty, state_full, state_empty, out_full, out_empty, HV, DK, DV, BV, BT, STAGES,
+                    cu_seqlens, sources, first_segment, segments, first_item, last_item, key_tiles, value_tiles,
+                    inverse_tiles, vector_tiles, state_tile, rounded_tile, update_tile, final_tile, full, empty,
+                    state_full, state_empty, inner_full, inner_empty, final_full,
+                    final_empty, HV, DK, DV, BV, BT, STAGES,
                 ),
             ),
             (
@@ -299,13 +332,14 @@ def hopper_chain_kernel(
                 ),
             ),
             (
-                store_group,
+                output_group,
                 (
-                    out, cu_seqlens, first_segment, segments, first_item, last_item, out_tiles, out_full, out_empty,
-                    HV, DV, BV, BT,
+                    out, cu_seqlens, states, destinations, first_segment, segments, first_item, last_item, query_tiles,
+                    weight_tiles, vector_tiles, rounded_tile, update_tile, final_tile, full, empty, inner_full,
+                    inner_empty, final_full, final_empty, HV, DK, DV, BV, BT, STAGES,
                 ),
             ),
         ],
         [4, 4],
-        [112 if BV == 64 else 56, 64 if BV == 64 else 40],
+        [112, 128],
     )  # fmt: skip

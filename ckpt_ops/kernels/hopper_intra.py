@@ -1,7 +1,8 @@
-"""What no state enters, for sm_90: one program for each chunk and key head, its value heads one or two at a time.
+"""What no state enters, for sm_90: one program for each chunk of each value head, with explicit layouts.
 
-The maths is that of :mod:`ckpt_ops.kernels.intra`. Value heads of one key head share its Gram matrices; two of them
-share the forward substitution, one thread a column, and their other products are in flight together.
+The maths is that of :mod:`ckpt_ops.kernels.intra`, with gates in base 2. The squared norms of keys and queries are the
+diagonals of their Gram matrices, so no row is read a second time. In the forward substitution each thread owns a column
+of a diagonal block and holds it in registers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ckpt_ops.chunked import MIN_LOG_GATE as _MIN_LOG_GATE
+from ckpt_ops.reference import NORM_EPS as _NORM_EPS
+
 LOG2_E = gl.constexpr(1.4426950408889634)
+MIN_LOG_GATE = gl.constexpr(_MIN_LOG_GATE)
+NORM_EPS = gl.constexpr(_NORM_EPS)
 # Triton 3.7 renamed it.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -29,14 +35,12 @@ def _add(a, b):
 @gluon.jit
 def power_of_two(x):
     """``2 ** x`` in one instruction; results below the normal numbers become 0."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def find_segment(cu_seqlens, num_segments, chunk, BT: gl.constexpr):
-    """Segment that owns ``chunk`` (see ``common.find_segment``), its start and its end; each warp finds them on its own."""
+    """Segment that owns ``chunk`` (see ``common.find_segment``), its start and its end; each warp finds them alone."""
     lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [4], [0]))
     before = 0
     start = 0
@@ -116,6 +120,41 @@ def store_square(target, square, BT: gl.constexpr):
     gl.store(target + row * BT + column, gl.convert_layout(square.to(target.dtype.element_ty), NARROW))
 
 
+@gluon.jit
+def load_gates(g, beta, token, head, remaining, g_stride, beta_stride, totals, strengths, BT: gl.constexpr):
+    """Store the inclusive sums of log gates, in base 2, and the write strengths of a chunk."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    lane = gl.arange(0, BT, EACH)
+    valid = lane < remaining
+    gate = gl.load(g + (token + lane) * g_stride + head, mask=valid, other=0.0).to(gl.float32)
+    strength = gl.load(beta + (token + lane) * beta_stride + head, mask=valid, other=0.0).to(gl.float32)
+    totals.store(gl.maximum(gate, MIN_LOG_GATE) * LOG2_E)
+    strengths.store(strength)
+    # Every warp sums all, each thread two neighbours.
+    totals.store(gl.associative_scan(totals.load(PAIRS), 0, _add))
+
+
+@gluon.jit
+def invert(blocks, inverses, left, right, BT: gl.constexpr, SCORE: gl.constexpr):
+    """``(I - N)(I + N^2) D^-1`` ``[BT, BT]``: D the ``blocks`` on the diagonal, N = D^-1 times the rest, ``right``."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
+    substitute(blocks, inverses, BT // 16)
+    start = spread(inverses.reshape([BT, 16]), BT, SCORE)
+    left.store(start.to(gl.float16))
+    fence_async_shared()
+    blank = gl.zeros([BT, BT], gl.float32, SCORE)
+    nilpotent = warpgroup_mma(left, right, blank, use_acc=False).to(gl.float16)
+    right.store(nilpotent)
+    factor = gl.convert_layout(nilpotent, LEFT)
+    fence_async_shared()
+    square = warpgroup_mma(factor, right, blank, use_acc=False)
+    partial = warpgroup_mma(gl.convert_layout(square.to(gl.float16), LEFT), left, start)
+    left.store(partial.to(gl.float16))
+    fence_async_shared()
+    return warpgroup_mma(gl.convert_layout(-nilpotent, LEFT), left, partial)
+
+
 @gluon.jit(do_not_specialize=["num_segments", "first_segment", "last_segment", "g_stride", "beta_stride"])
 def hopper_intra_kernel(
     q,
@@ -136,29 +175,30 @@ def hopper_intra_kernel(
     HV: gl.constexpr,
     DK: gl.constexpr,
     BT: gl.constexpr,
-    PAIR: gl.constexpr,
-    MIN_LOG_GATE: gl.constexpr,
-    NORM_EPS: gl.constexpr,
     LATE: gl.constexpr,
 ):
-    """Grid ``(T // BT + N, H_v / PAIR)``; arguments as ``intra_kernel``, and D_k 64 or 128, BT 64, half precision,
-    strides in elements multiples of 8, pointers of 16 bytes; PAIR 1 or 2 value heads of one key head."""
+    """Grid ``(H_v, T // BT + N)``, 4 warps.
+
+    Arguments as ``intra_kernel``, and D_k 64 or 128, BT 64, half precision, q and k aligned to 16 bytes with strides
+    that are multiples of 16 elements.
+
+    Args:
+        records: ``[chunks, H_v, 2 BT^2 + 8 BT]`` in q's dtype, written: T and A, row-major, and in fp32 the vectors
+            ``rk exp(G)``, ``scale rq exp(G)``, ``rk exp(G_C - G)`` and ``exp(G_C)`` in every place.
+        first_segment, last_segment: only chunks of segments from the first on and before the last are computed.
+        LATE: the launch before may still run, and the one after relies on both: end after it.
+    """
     TYPE: gl.constexpr = k.dtype.element_ty
     SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORE)
-    LINE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    PLAIN_BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    PLAIN_SQUARES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     gdc_launch_dependents()
 
     chunk = gl.program_id(1)
-    head = gl.program_id(0) * PAIR
+    head = gl.program_id(0)
     segment, start, end = find_segment(cu_seqlens, num_segments, chunk, BT)
     first = start + (chunk - (start // BT + segment)) * BT
     if (first < end) & (segment >= first_segment) & (segment < last_segment):
@@ -173,19 +213,9 @@ def hopper_intra_kernel(
         async_load(keys, k + token * k_stride + key_head * DK + row * k_stride + column, mask=inside)
         async_load(queries, q + token * q_stride + key_head * DK + row * q_stride + column, mask=inside)
         async_copy.commit_group()
-
-        totals = gl.allocate_shared_memory(gl.float32, [PAIR, BT], PLAIN)
-        strengths = gl.allocate_shared_memory(gl.float32, [PAIR, BT], PLAIN)
-        lane = gl.arange(0, BT, EACH)
-        valid = lane < remaining
-        for h in gl.static_range(PAIR):
-            gate = gl.load(g + (token + lane) * g_stride + head + h, mask=valid, other=0.0).to(gl.float32)
-            strength = gl.load(beta + (token + lane) * beta_stride + head + h, mask=valid, other=0.0).to(gl.float32)
-            totals.index(h).store(gl.maximum(gate, MIN_LOG_GATE) * LOG2_E)
-            strengths.index(h).store(strength)
-        for h in gl.static_range(PAIR):
-            summed = gl.associative_scan(totals.index(h).load(LINE), 0, _add)
-            totals.index(h).store(summed)
+        totals = gl.allocate_shared_memory(gl.float32, [BT], PLAIN)
+        strengths = gl.allocate_shared_memory(gl.float32, [BT], PLAIN)
+        load_gates(g, beta, token, head, remaining, g_stride, beta_stride, totals, strengths, BT)
 
         blank = gl.zeros([BT, BT], gl.float32, SCORE)
         async_copy.wait_group(0)
@@ -197,94 +227,33 @@ def hopper_intra_kernel(
         query_norm = gl.rsqrt(diagonal(own, BT, SCORE) + NORM_EPS) * scale
         norms = gl.allocate_shared_memory(gl.float32, [BT], PLAIN)
         norms.store(key_norm)
-        key_norms = norms.load(COLUMN)
 
         i = gl.arange(0, BT, ROW)[:, None]
         j = gl.arange(0, BT, COLUMN)[None, :]
-        blocks = gl.allocate_shared_memory(gl.float32, [16, PAIR * (BT // 16), 16], PLAIN_BLOCKS)
-        inverses = gl.allocate_shared_memory(gl.float32, [1, PAIR * (BT // 16), 16, 16], PLAIN_SQUARES)
-        left = gl.allocate_shared_memory(gl.float16, [PAIR, BT, BT], TILE)
-        right = gl.allocate_shared_memory(gl.float16, [PAIR, BT, BT], TILE)
-        place = chunk.to(gl.int64) * HV + head
-        for h in gl.static_range(PAIR):
-            total = totals.index(h).load(ROW)
-            decay = total[:, None] - totals.index(h).load(COLUMN)[None, :]
-            decay = power_of_two(gl.minimum(decay, 0.0)) * key_norms[None, :]
-            strength = strengths.index(h).load(ROW)
-            lower = gl.where(i > j, gram * decay * (strength * key_norm)[:, None], 0.0)
-            keep_blocks(lower, blocks.slice(h * (BT // 16), BT // 16, dim=1), right.index(h), BT, SCORE)
-            record = records + (place + h) * (2 * BT * BT + 8 * BT)
-            store_square(record + BT * BT, gl.where(i >= j, cross * decay * query_norm[:, None], 0.0), BT)
-            final = gl.sum(gl.where(gl.arange(0, BT, ROW) == BT - 1, total, 0.0), axis=0)
-            vector = (record + 2 * BT * BT).to(gl.pointer_type(gl.float32), bitcast=True) + gl.arange(0, BT, ROW)
-            reach = power_of_two(total)
-            gl.store(vector, key_norm * reach)
-            gl.store(vector + BT, query_norm * reach)
-            gl.store(vector + 2 * BT, key_norm * power_of_two(gl.minimum(final - total, 0.0)))
-            gl.store(vector + 3 * BT, power_of_two(total * 0.0 + final))
+        total = totals.load(ROW)
+        decay = (
+            power_of_two(gl.minimum(total[:, None] - totals.load(COLUMN)[None, :], 0.0)) * norms.load(COLUMN)[None, :]
+        )
+        lower = gl.where(i > j, gram * decay * (strengths.load(ROW) * key_norm)[:, None], 0.0)
+        blocks = gl.allocate_shared_memory(gl.float32, [16, BT // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        right = gl.allocate_shared_memory(gl.float16, [BT, BT], TILE)
+        keep_blocks(lower, blocks, right, BT, SCORE)
+        # Written early: registers are what limits how many programs share a multiprocessor.
+        record = records + (chunk.to(gl.int64) * HV + head) * (2 * BT * BT + 8 * BT)
+        store_square(record + BT * BT, gl.where(i >= j, cross * decay * query_norm[:, None], 0.0), BT)
+        final = gl.sum(gl.where(gl.arange(0, BT, ROW) == BT - 1, total, 0.0), axis=0)
+        vector = (record + 2 * BT * BT).to(gl.pointer_type(gl.float32), bitcast=True) + gl.arange(0, BT, ROW)
+        reach = power_of_two(total)
+        gl.store(vector, key_norm * reach)
+        gl.store(vector + BT, query_norm * reach)
+        gl.store(vector + 2 * BT, key_norm * power_of_two(gl.minimum(final - total, 0.0)))
+        gl.store(vector + 3 * BT, power_of_two(total * 0.0 + final))
 
-        substitute(blocks, inverses, PAIR * (BT // 16))
-        stacked = inverses.reshape([PAIR * BT, 16])
-        first_diagonal = spread(stacked.slice(0, BT), BT, SCORE)
-        left.index(0).store(first_diagonal.to(gl.float16))
-        if PAIR == 2:
-            second_diagonal = spread(stacked.slice(BT, BT), BT, SCORE)
-            left.index(1).store(second_diagonal.to(gl.float16))
-        else:
-            second_diagonal = first_diagonal
-        finish(first_diagonal, second_diagonal, left, right, strengths, records + place * (2 * BT * BT + 8 * BT), BT, PAIR, SCORE)
+        square_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        inverses = gl.allocate_shared_memory(gl.float32, [1, BT // 16, 16, 16], square_layout)
+        left = gl.allocate_shared_memory(gl.float16, [BT, BT], TILE)
+        inverse = invert(blocks, inverses, left, right, BT, SCORE)
+        store_square(record, inverse * strengths.load(COLUMN)[None, :], BT)
     if LATE:
-        # The kernel before may still run, and the next one relies on it: the last program ends after it.
-        if (chunk == gl.num_programs(1) - 1) & (gl.program_id(0) == gl.num_programs(0) - 1):
+        if (chunk == gl.num_programs(1) - 1) & (head == HV - 1):
             gdc_wait()
-
-
-
-@gluon.jit
-def finish(first, second, left, right, strengths, record, BT: gl.constexpr, PAIR: gl.constexpr, SCORE: gl.constexpr):
-    """``(I - N)(I + N^2) D^-1 diag(beta)`` with N = D^-1 (L - D), for one head or two."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
-    blank = gl.zeros([BT, BT], gl.float32, SCORE)
-    other: gl.constexpr = PAIR - 1
-    fence_async_shared()
-    n0 = warpgroup_mma(left.index(0), right.index(0), blank, use_acc=False, is_async=True)
-    if PAIR == 2:
-        n1 = warpgroup_mma(left.index(other), right.index(other), blank, use_acc=False, is_async=True)
-        n0, n1 = warpgroup_mma_wait(0, [n0, n1])
-    else:
-        n0 = warpgroup_mma_wait(0, [n0])
-        n1 = n0
-    h0 = n0.to(gl.float16)
-    h1 = n1.to(gl.float16)
-    right.index(0).store(h0)
-    if PAIR == 2:
-        right.index(other).store(h1)
-    a0 = gl.convert_layout(h0, LEFT)
-    a1 = gl.convert_layout(h1, LEFT)
-    fence_async_shared()
-    s0 = warpgroup_mma(a0, right.index(0), blank, use_acc=False, is_async=True)
-    if PAIR == 2:
-        s1 = warpgroup_mma(a1, right.index(other), blank, use_acc=False, is_async=True)
-        s0, s1 = warpgroup_mma_wait(0, [s0, s1])
-    else:
-        s0 = warpgroup_mma_wait(0, [s0])
-        s1 = s0
-    p0 = warpgroup_mma(gl.convert_layout(s0.to(gl.float16), LEFT), left.index(0), first, is_async=True)
-    if PAIR == 2:
-        p1 = warpgroup_mma(gl.convert_layout(s1.to(gl.float16), LEFT), left.index(other), second, is_async=True)
-        p0, p1 = warpgroup_mma_wait(0, [p0, p1])
-    else:
-        p0 = warpgroup_mma_wait(0, [p0])
-        p1 = p0
-    left.index(0).store(p0.to(gl.float16))
-    if PAIR == 2:
-        left.index(other).store(p1.to(gl.float16))
-    fence_async_shared()
-    r0 = warpgroup_mma(gl.convert_layout(-h0, LEFT), left.index(0), p0, is_async=True)
-    if PAIR == 2:
-        r1 = warpgroup_mma(gl.convert_layout(-h1, LEFT), left.index(other), p1, is_async=True)
-        r0, r1 = warpgroup_mma_wait(0, [r0, r1])
-        store_square(record + (2 * BT * BT + 8 * BT), r1 * strengths.index(other).load(gl.SliceLayout(0, SCORE))[None, :], BT)
-    else:
-        r0 = warpgroup_mma_wait(0, [r0])
-    store_square(record, r0 * strengths.index(0).load(gl.SliceLayout(0, SCORE))[None, :], BT)
