@@ -84,7 +84,7 @@ def _prefill(
     if segments == 0:
         return out
     q, k, v, g, beta = (dense_rows(x) for x in (q, k, v, g, beta))
-    (tokens, heads_k, dim_k), (_, heads_v, dim_v) = q.shape, v.shape
+    dim_k, dim_v = q.shape[2], v.shape[2]
     config = config_for(q.device, dim_k, dim_v, q.dtype)
     scale = dim_k**-0.5 if scale is None else scale
     if config.hopper:

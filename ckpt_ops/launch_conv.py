@@ -23,7 +23,7 @@ _PREFILL, _DECODE = Launcher(conv_prefill_kernel), Launcher(conv_decode_kernel)
 
 @dataclass(frozen=True, slots=True)
 class _Gates:
-    """What the kernels compute gates from and write them to; all None, with no head, where only tokens are convolved."""
+    """What the kernels compute gates from and write them to; all None where only tokens are convolved."""
 
     a: Tensor | None = None
     b: Tensor | None = None

@@ -29,8 +29,8 @@ def load_earlier(
     C: tl.constexpr,
     W: tl.constexpr,
 ):
-    """The token ``[BC]`` at ``position`` of ``segment``, in the pool's dtype; positions below 0 lie in its ancestors, or
-    in the slot of its root.
+    """The token ``[BC]`` at ``position`` of ``segment``, in the pool's dtype; positions below 0 lie in its ancestors,
+    or in the slot of its root.
 
     The walk takes more than one step where ancestors are shorter than the history.
     """
@@ -41,11 +41,8 @@ def load_earlier(
         start = tl.load(cu_seqlens + segment)
         position += tl.load(cu_seqlens + segment + 1) - start
         parent = tl.load(parents + segment)
-    token = tl.load(
-        x + (start + position).to(tl.int64) * x_stride + channel,
-        mask=channel < tl.where(position >= 0, C, 0),
-        other=0.0,
-    )
+    in_batch = channel < tl.where(position >= 0, C, 0)
+    token = tl.load(x + (start + position).to(tl.int64) * x_stride + channel, mask=in_batch, other=0.0)
     slot = tl.load(sources + segment).to(tl.int64)
     in_pool = channel < tl.where((position < 0) & (slot >= 0), C, 0)
     held = tl.load(states + (slot * C + channel) * (W - 1) + (W - 1 + position), mask=in_pool, other=0.0)
@@ -95,8 +92,8 @@ def conv_prefill_kernel(
         x: ``[T, C]``, token stride given; weight ``[C, W]`` and bias ``[C]`` contiguous; out ``[T, C]`` contiguous.
         cu_seqlens: int32 ``[N + 1]``; sources, destinations, parents: int32 ``[N]``.
         states: ``[num_slots, C, W - 1]`` contiguous, read and written.
-        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta ``[T, HV]`` contiguous, written.
-            Not touched if HV is 0.
+        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta: ``[T, HV]`` contiguous,
+            written. Not touched if HV is 0.
         BT: at least W - 1.
     """
     chunk = tl.program_id(0)

@@ -38,7 +38,7 @@ def store_gates(
     BH: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Gates of ``count`` tokens from row ``first`` on: ``g = -exp(a_log) softplus(a + dt_bias)``, ``beta = sigmoid(b)``.
+    """``g = -exp(a_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)`` of ``count`` tokens from row ``first`` on.
 
     Arguments as in ``conv_prefill_kernel``; BT: at least ``count``; BH: power of two, at least HV.
     """
