@@ -1,4 +1,4 @@
-"""The arms: five ways to cut one load into calls, each checked against the float64 recurrence before it is timed.
+"""The arms: six ways to cut one load into calls, each checked against the float64 recurrence before it is timed.
 
 Tables of segments are made beforehand, as a step makes them once for all its layers.
 """
@@ -20,6 +20,7 @@ class Arm(ABC):
 
     name: str
     title: str
+    project = ""  # the peer whose kernels run; empty for ours
     keeps_checkpoints = True
     allowance = 1.0
 
@@ -38,10 +39,18 @@ class Arm(ABC):
         """The outputs of :meth:`run` in the load's packed order ``[T, H_v, D]``."""
         return torch.cat(outputs)
 
+    def load_states(self) -> None:  # noqa: B027  (most arms work on the load's own pool)
+        """Take the states from the load's pool, where the arm has a pool of its own; never timed."""
+
+    def store_states(self) -> None:  # noqa: B027
+        """Give the states back to the load's pool; never timed."""
+
     def check(self) -> float:
         """Run once on poisoned slots and compare with fp64; the relative error."""
         self.work.poison()
+        self.load_states()
         outputs = self.packed(self.run())
+        self.store_states()
         return self.work.check(outputs, checkpoints=self.keeps_checkpoints, allowance=self.allowance)
 
 
@@ -149,6 +158,22 @@ class TwoPhase(Arm):
         return [self.chunked(self.part.tokens, self.work.forest)]
 
 
-ARMS: tuple[type[Arm], ...] = (InFull, OneByOne, TokenSerialOneByOne, TokenSerialBatched, TwoPhase)
+class TwoCalls(Arm):
+    """Producers in one packed chunked call, then Consumers in another, which read the checkpoints."""
+
+    name, title = "two_calls", "two packed chunked calls"
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__(work)
+        self.phases = (
+            (work.rows(0, work.prefix_tokens), work.table(work.producer_segments())),
+            (work.rows(work.prefix_tokens, work.bounds[-1]), work.table(work.consumer_segments())),
+        )
+
+    def run(self) -> list[Tensor]:
+        return [self.chunked(tokens, table) for tokens, table in self.phases]
+
+
+ARMS: tuple[type[Arm], ...] = (InFull, OneByOne, TokenSerialOneByOne, TokenSerialBatched, TwoCalls, TwoPhase)
 BASELINE = TokenSerialOneByOne.name
 """The arm that ratios are against, as in the first published figures."""

@@ -65,9 +65,12 @@ def _group(lengths: tuple[int, ...]) -> str:
 WHOLE_LAYER = Shape(heads_k=16, heads_v=32)
 """All heads of Qwen3.5-9B and Qwen3.5-35B-A3B."""
 
+QUARTER = Shape(heads_k=4, heads_v=8)
+"""A quarter of them, as one of four tensor-parallel ranks holds them."""
+
 SHARD = Shape(heads_k=4, heads_v=8, conv_width=4)
-"""A quarter of the heads, as one of four tensor-parallel ranks holds them, with the convolution: the shape and the
-timed part of the script that first measured two-phase prefill (vLLM pull request 55876)."""
+"""A quarter of the heads with the convolution: the shape and the timed part of the script that first measured two-phase
+prefill (vLLM pull request 55876)."""
 
 SHORT_LOADS = tuple(Load.of(1, 512, consumers, 64) for consumers in (1, 2, 4, 8, 16))
 """One catalog item against 1 to 16 candidates."""

@@ -1,83 +1,30 @@
-"""Arms of other projects, used where they are installed: Flash Linear Attention (PyPI: flash-linear-attention).
-
-It takes packed states only, so they are gathered from and scattered to the pool around each call.
-"""
+"""Other projects' kernels, each used where it is installed and checked against fp64 like every arm."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
-from benchmarks.arms import Arm, InFull, OneByOne
+from benchmarks.arms import Arm
 from benchmarks.loads import Shape
-from benchmarks.parts import Tokens
-from benchmarks.workload import Workload
-from ckpt_ops import SegmentTable
+from benchmarks.peers_flashinfer import FlashInferInFull, FlashInferSplit, FlashInferTwoCalls
+from benchmarks.peers_packed import FlaInFull, FlaOneByOne, FlashQlaInFull, FlashQlaTwoCalls, FlaTwoCalls
+
+PEERS: dict[str, tuple[type[Arm], ...]] = {
+    "fla": (FlaInFull, FlaOneByOne, FlaTwoCalls),
+    "flashinfer": (FlashInferInFull, FlashInferTwoCalls, FlashInferSplit),
+    "flash_qla": (FlashQlaInFull, FlashQlaTwoCalls),
+}
+"""The arms of each package, by the name under which it is imported."""
 
 
-class _FlashLinearAttention(Arm):
-    allowance = 2.0  # w, u, the new values and each chunk's state are rounded on their way through memory
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        self._indices: dict[SegmentTable, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def chunked(self, tokens: Tokens, table: SegmentTable) -> Tensor:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        if table not in self._indices:
-            self._indices[table] = (table.cu_seqlens.long(), table.sources.long(), table.destinations.long())
-        cu_seqlens, sources, destinations = self._indices[table]
-        q, k, v, g, beta = (x.unsqueeze(0) for x in tokens)
-        states = self.part.pools[0]
-        out, final = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=states.index_select(0, sources),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cu_seqlens,
-        )
-        states.index_copy_(0, destinations, final)
-        result: Tensor = out[0]
-        return result
-
-
-class FlaInFull(_FlashLinearAttention, InFull):
-    """:class:`InFull` with FLA's chunked kernels."""
-
-    name, title = "fla_in_full", "FLA: nothing shared, one packed call"
-
-
-class FlaOneByOne(_FlashLinearAttention, OneByOne):
-    """:class:`OneByOne` with FLA's chunked kernels."""
-
-    name, title = "fla_one_by_one", "FLA: one call a request"
-
-
-class FlaTwoCalls(_FlashLinearAttention):
-    """Producers in one packed call, then Consumers in another."""
-
-    name, title = "fla_two_calls", "FLA: two packed calls"
-
-    def __init__(self, work: Workload) -> None:
-        super().__init__(work)
-        self.phases = (
-            (work.rows(0, work.prefix_tokens), work.table(work.producer_segments())),
-            (work.rows(work.prefix_tokens, work.bounds[-1]), work.table(work.consumer_segments())),
-        )
-
-    def run(self) -> list[Tensor]:
-        return [self.chunked(tokens, table) for tokens, table in self.phases]
-
-
-def peer_arms(shape: Shape, device: torch.device) -> tuple[type[Arm], ...]:
-    """Peers that can run ``shape`` here: on a GPU, where the package is installed, for the bare delta rule."""
-    if device.type != "cuda" or shape.conv_width or importlib.util.find_spec("fla") is None:
+def peer_arms(shape: Shape, device: torch.device, packages: Collection[str] = tuple(PEERS)) -> tuple[type[Arm], ...]:
+    """Arms that can run ``shape`` here: on a GPU, of installed packages, for the bare delta rule in half precision."""
+    if device.type != "cuda" or shape.conv_width:
         return ()
-    return FlaInFull, FlaOneByOne, FlaTwoCalls
+    installed = [name for name in PEERS if name in packages and importlib.util.find_spec(name) is not None]
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        installed = [name for name in installed if name == "fla"]  # the others' paths here are Hopper's
+    return tuple(arm for name in installed for arm in PEERS[name])

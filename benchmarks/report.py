@@ -1,8 +1,9 @@
 """Prints the benchmark's tables: ``python -m benchmarks.report``.
 
 For each load and arm: median, 10th and 90th percentile in microseconds, how many times faster than the legacy way in
-the same mode, and the relative error against fp64 that the arm showed before it was timed. An arm that is wrong is
-reported and not timed, and the command then exits with 1.
+the same mode, and the relative error against fp64 that the arm showed before it was timed. Then, for each load,
+two-phase prefill against each peer, the best way without sharing, and the time to copy the bytes. An arm that is wrong
+is reported and not timed, and the command then exits with 1.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.arms import ARMS, BASELINE, Arm
-from benchmarks.loads import CPU_LOADS, LONG_LOADS, SHARD, SHORT_LOADS, WHOLE_LAYER, Load, Shape, on_cpu
+from benchmarks.compare import compare, format_comparisons
+from benchmarks.floors import bytes_moved, copy_bandwidth
+from benchmarks.loads import CPU_LOADS, LONG_LOADS, QUARTER, SHARD, SHORT_LOADS, WHOLE_LAYER, Load, Shape, on_cpu
 from benchmarks.measure import Timer, Timing, environment
-from benchmarks.peers import peer_arms
+from benchmarks.peers import PEERS, peer_arms
+from benchmarks.pieces import TITLES as PIECE_TITLES
+from benchmarks.pieces import measure_pieces
 from benchmarks.tables import Row, format_table, make_rows
 from benchmarks.workload import Workload
 
@@ -28,30 +33,31 @@ def measure_load(
     shape: Shape, load: Load, arms: tuple[type[Arm], ...], timer: Timer, seed: int, failures: list[str]
 ) -> list[Row]:
     """Check, then time, each arm on one load."""
-    modes = {"eager": timer.eager}
-    if timer.device.type == "cuda":
-        modes["graph"] = timer.graph
     work = Workload(shape, load, timer.device, seed)
     timings: dict[tuple[str, str], tuple[Timing, float]] = {}
     for kind in arms:
-        arm = kind(work)
         try:
-            error = arm.check()
-            for mode, time_it in modes.items():
-                timings[kind.name, mode] = time_it(arm.run), error
-        except RuntimeError as failure:  # a wrong result, or no memory
-            failures.append(f"{kind.title}: {failure}")
+            timings |= measure_arm(kind, work, timer)
+        except Exception as failure:  # a wrong result, no memory, or whatever a peer raises
+            failures.append(f"{kind.title}: {load.name}: {type(failure).__name__}: {failure}")
         if timer.device.type == "cuda":
-            del arm
             torch.cuda.empty_cache()  # long loads in full take most of the memory
     return make_rows(load.name, timings, BASELINE)
+
+
+def measure_arm(kind: type[Arm], work: Workload, timer: Timer) -> dict[tuple[str, str], tuple[Timing, float]]:
+    """Timing and error of one arm in each mode."""
+    arm = kind(work)
+    error = arm.check()
+    return {(kind.name, mode): (time_it(arm.run), error) for mode, time_it in timer.modes().items()}
 
 
 def plan(device: torch.device, long: bool) -> list[tuple[Shape, tuple[Load, ...]]]:
     """Which loads run in which shape on ``device``."""
     if device.type == "cpu":
         return [(on_cpu(WHOLE_LAYER), CPU_LOADS), (on_cpu(SHARD), CPU_LOADS)]
-    return [(WHOLE_LAYER, (*SHORT_LOADS, *(LONG_LOADS if long else ()))), (SHARD, SHORT_LOADS)]
+    loads = (*SHORT_LOADS, *(LONG_LOADS if long else ()))
+    return [(WHOLE_LAYER, loads), (QUARTER, loads), (SHARD, SHORT_LOADS)]
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -62,7 +68,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=known, default=known, metavar="ARM", help=", ".join(known))
     parser.add_argument("--long", action="store_true", help="on a GPU, the loads of 8192 tokens and more too")
     parser.add_argument("--cold", action="store_true", help="on a GPU, clear the L2 cache before each timed call")
-    parser.add_argument("--no-peers", action="store_true", help="leave out other projects' kernels")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=[*PEERS], metavar="PACKAGE", help=f"of {', '.join(PEERS)}"
+    )
+    parser.add_argument("--parts", action="store_true", help="single ops and other forests too, beside yardsticks")
+    parser.add_argument("--no-loads", action="store_true", help="leave out the loads of Producers and Consumers")
     parser.add_argument("--no-model", action="store_true", help="leave out the embedded model")
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=20)
@@ -94,6 +104,46 @@ def report_model(timer: Timer, seed: int, figures: dict[str, Any]) -> list[str]:
     return failures
 
 
+def report_loads(options: argparse.Namespace, timer: Timer, figures: dict[str, Any]) -> list[str]:
+    """Time the arms on the loads of each shape and print their tables; what was wrong."""
+    failures: list[str] = []
+    bandwidth = copy_bandwidth(timer)
+    figures["environment"]["copy bandwidth"] = f"{bandwidth / 1e9:.0f} GB/s read and written"
+    print(f"floor: the bytes that must move, at the {bandwidth / 1e9:.0f} GB/s of a copy here\n")
+    for shape, loads in plan(timer.device, options.long):
+        arms = tuple(arm for arm in ARMS if arm.name in options.arms)
+        arms += peer_arms(shape, timer.device, options.peers)
+        titles = {arm.name: arm.title for arm in arms}
+        floors = {load.name: 1e6 * bytes_moved(shape, load) / bandwidth for load in loads}
+        rows: list[Row] = []
+        for load in loads:
+            rows += measure_load(shape, load, arms, timer, options.seed, failures)
+        comparisons = compare(rows, arms, floors)
+        print(format_table(shape.title, rows, titles), end="\n\n")
+        print(format_comparisons(shape.title, comparisons, titles), end="\n\n", flush=True)
+        table = {"title": shape.title, "heads": [shape.heads_k, shape.heads_v], "conv_width": shape.conv_width}
+        table |= {"consumers": {load.name: len(load.consumers) for load in loads}, "floors": floors}
+        table |= {"rows": [asdict(row) for row in rows], "comparisons": [asdict(one) for one in comparisons]}
+        figures["tables"].append(table)
+        save(figures, options.json)
+    return failures
+
+
+def report_pieces(options: argparse.Namespace, timer: Timer, figures: dict[str, Any]) -> list[str]:
+    """Time single ops beside their yardsticks and print their tables; what was wrong."""
+    failures: list[str] = []
+    shapes = (WHOLE_LAYER, QUARTER)
+    for shape in shapes if timer.device.type == "cuda" else map(on_cpu, shapes):
+        rows = [row for rows in measure_pieces(shape, timer, options.seed, failures) for row in rows]
+        title = (
+            f"parts: H_k {shape.heads_k}, H_v {shape.heads_v}, D {shape.dim}; ratio: how many times faster than ours"
+        )
+        print(format_table(title, rows, PIECE_TITLES), end="\n\n", flush=True)
+        figures["tables"].append({"title": title, "rows": [asdict(row) for row in rows]})
+        save(figures, options.json)
+    return failures
+
+
 def save(figures: dict[str, Any], target: Path | None) -> None:
     """Write the figures so far, so that a later failure does not lose them."""
     if target is not None:
@@ -115,15 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     failures: list[str] = []
     with torch.inference_mode():
         timer.settle()
-        for shape, loads in plan(device, options.long):
-            arms = tuple(arm for arm in ARMS if arm.name in options.arms)
-            arms += () if options.no_peers else peer_arms(shape, device)
-            rows: list[Row] = []
-            for load in loads:
-                rows += measure_load(shape, load, arms, timer, options.seed, failures)
-            print(format_table(shape.title, rows, {arm.name: arm.title for arm in arms}), end="\n\n", flush=True)
-            figures["tables"].append({"title": shape.title, "rows": [asdict(row) for row in rows]})
-            save(figures, options.json)
+        if not options.no_loads:
+            failures += report_loads(options, timer, figures)
+        if options.parts:
+            failures += report_pieces(options, timer, figures)
     if not options.no_model:
         failures += report_model(timer, options.seed, figures)
         save(figures, options.json)

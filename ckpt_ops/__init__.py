@@ -3,15 +3,10 @@
 Importing this package registers ``torch.ops.ckpt_ops``; Triton is imported when the first CUDA tensor arrives.
 """
 
-from ckpt_ops.api import (
-    causal_conv1d_decode,
-    causal_conv1d_prefill,
-    check_gates,
-    gdn_decode,
-    gdn_prefill,
-    two_phase_gdn_prefill,
-)
+from ckpt_ops.api import check_gates, gdn_decode, gdn_prefill, two_phase_gdn_prefill
+from ckpt_ops.api_conv import causal_conv1d_decode, causal_conv1d_prefill, conv_gates_decode, conv_gates_prefill
 from ckpt_ops.errors import ArgumentError
+from ckpt_ops.precompile import warmup
 from ckpt_ops.segments import Segment, SegmentTable
 
 __all__ = [
@@ -21,7 +16,10 @@ __all__ = [
     "causal_conv1d_decode",
     "causal_conv1d_prefill",
     "check_gates",
+    "conv_gates_decode",
+    "conv_gates_prefill",
     "gdn_decode",
     "gdn_prefill",
     "two_phase_gdn_prefill",
+    "warmup",
 ]

@@ -1,21 +1,17 @@
-"""The five public functions: host checks of shapes, dtypes and devices, then the registered op.
+"""The public functions of the delta rule: host checks of shapes, dtypes and devices, then the registered op.
 
 No check reads a tensor's values, so none syncs with the device; :func:`check_gates` is the explicit exception.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from ckpt_ops import schema  # noqa: F401  (registers torch.ops.ckpt_ops)
-from ckpt_ops.checks import check_conv, check_delta_rule, check_slots, check_table
+from ckpt_ops.checks import check_delta_rule, check_slots, check_table
 from ckpt_ops.errors import ArgumentError
 from ckpt_ops.segments import SegmentTable
-
-Activation = Literal["silu"] | None
 
 
 def gdn_prefill(
@@ -97,39 +93,6 @@ def two_phase_gdn_prefill(
     return out
 
 
-def causal_conv1d_prefill(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    table: SegmentTable,
-    *,
-    activation: Activation = None,
-) -> Tensor:
-    """Depthwise causal convolution over a packed forest; histories are read from and written to their slots.
-
-    Args:
-        x: ``[T, C]``, fp32, bf16 or fp16 (fp64 on a CPU).
-        weight: ``[C, W]``, any float dtype, ``W`` from 2 to 8; column ``W - 1`` meets the current token.
-        bias: ``[C]`` or None.
-        states: pool ``[num_slots, C, W - 1]``, contiguous, mutated; column ``W - 2`` is the newest token.
-        table: the batch.
-        activation: None or ``"silu"``.
-
-    Returns:
-        ``[T, C]`` in ``x``'s dtype.
-
-    Raises:
-        ArgumentError: a shape, dtype, device or the activation is wrong.
-    """
-    check_conv(x, weight, bias, states, activation)
-    check_table(table, x, "x", states)
-    out: Tensor = torch.ops.ckpt_ops.causal_conv1d_prefill(
-        x, weight, bias, table.cu_seqlens, states, table.sources, table.destinations, table.parents, activation
-    )
-    return out
-
-
 def gdn_decode(
     q: Tensor,
     k: Tensor,
@@ -154,24 +117,6 @@ def gdn_decode(
     check_delta_rule(q, k, v, g, beta, states)
     check_slots(slots, q, "q")
     out: Tensor = torch.ops.ckpt_ops.gdn_decode(q, k, v, g, beta, states, slots, scale)
-    return out
-
-
-def causal_conv1d_decode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, *, activation: Activation = None
-) -> Tensor:
-    """One token of the convolution for each of B running sequences, histories in place.
-
-    Args:
-        x, weight, bias, states, activation: as in :func:`causal_conv1d_prefill`, with B rows.
-        slots: as in :func:`gdn_decode`.
-
-    Returns:
-        ``[B, C]`` in ``x``'s dtype.
-    """
-    check_conv(x, weight, bias, states, activation)
-    check_slots(slots, x, "x")
-    out: Tensor = torch.ops.ckpt_ops.causal_conv1d_decode(x, weight, bias, states, slots, activation)
     return out
 
 

@@ -8,6 +8,7 @@ many times.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,9 @@ import triton
 from torch import Tensor
 
 from ckpt_ops.chunked import CHUNK
+from ckpt_ops.launcher import ALIGNMENT, is_aligned
+
+_MAX_STRIDE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +84,24 @@ def dense_rows(x: Tensor) -> Tensor:
             return x.contiguous()
         expected *= size
     return x
+
+
+def launch_key(
+    rows: Sequence[Tensor], blocks: Sequence[Tensor | None], others: Sequence[Tensor | None], constants: Hashable
+) -> Hashable:
+    """Key of a launch for :class:`~ckpt_ops.launcher.Launcher`, or None when Triton has to examine it.
+
+    Args:
+        rows: tensors whose pointer and row stride the kernel is specialised for.
+        blocks: tensors whose pointer it is specialised for, or None where the kernel gets none.
+        others: tensors that enter with their dtype only, or None.
+        constants: all else that the compiled form depends on.
+    """
+    if rows[0].device.type != "cuda":
+        return None  # the interpreter compiles nothing
+    if not all(is_aligned(x) and x.stride(0) <= _MAX_STRIDE for x in rows):
+        return None
+    if any(x is not None and x.data_ptr() % ALIGNMENT for x in blocks):
+        return None
+    dtypes = tuple(None if x is None else x.dtype for x in (*rows, *blocks, *others))
+    return dtypes, constants

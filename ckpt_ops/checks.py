@@ -53,6 +53,19 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, a
     _check_pool(states, (channels, width - 1), "[num_slots, C, W - 1]", x)
 
 
+def check_gate_inputs(x: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
+    for name, value in (("a", a), ("b", b)):
+        _check_tensor(name, value, 2, x)
+    shape = (x.shape[0], a.shape[1])
+    if a.shape[1] < 1:
+        raise ArgumentError(f"a must be [T, H_v] with at least one head, got {tuple(a.shape)}")
+    _check_shape("a", a, shape, "[T, H_v] with x's rows")
+    _check_shape("b", b, shape, "a's shape")
+    for name, value in (("a_log", a_log), ("dt_bias", dt_bias)):
+        _check_tensor(name, value, 1, x)
+        _check_shape(name, value, shape[1:], "[H_v] as in a")
+
+
 def _check_tensor(name: str, value: Tensor, dims: int, like: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ckpt_ops.chunked import CHUNK
 from ckpt_ops.kernels.hopper_chain import hopper_chain_kernel
 from ckpt_ops.kernels.hopper_intra import hopper_intra_kernel
-from ckpt_ops.launcher import Launcher, is_aligned
+from ckpt_ops.launcher import ALIGNMENT, Launcher, is_aligned
 
 BLOCK_V = 64
 STAGES = 2
@@ -50,6 +50,7 @@ def prefill(
     chunks = tokens // CHUNK + segments
     records = q.new_empty(chunks * heads_v * RECORD)
     dtypes = (q.dtype, g.dtype, beta.dtype, states.dtype)
+    examined = any(x.data_ptr() % ALIGNMENT for x in (g, beta, cu_seqlens, states, sources, destinations))
     intra_inputs = (q, k, g, beta, cu_seqlens, records, segments)
     intra_numbers = (q.stride(0), k.stride(0), g.stride(0), beta.stride(0), scale)
     intra_constants = (heads_k, heads_v, dim_k, CHUNK)
@@ -63,13 +64,13 @@ def prefill(
         constants = (*intra_constants, late)
         arguments = (*intra_inputs, first, last, *intra_numbers, *constants)
         options = _LATE_INTRA_OPTIONS if late else _INTRA_OPTIONS
-        _INTRA((heads_v, chunks, 1), (dtypes, constants), arguments, options)
+        _INTRA((heads_v, chunks, 1), None if examined else (dtypes, constants), arguments, options)
 
     def chain(first: int, last: int) -> None:
         share = -(-(last - first) * items // units)
         arguments = (*chain_inputs, first, last - first, share, *chain_numbers, *chain_constants)
         programs = -(-(last - first) * items // share)
-        _CHAIN((programs, 1, 1), (dtypes, chain_constants), arguments, _CHAIN_OPTIONS)
+        _CHAIN((programs, 1, 1), None if examined else (dtypes, chain_constants), arguments, _CHAIN_OPTIONS)
 
     phases = [(first, last) for first, last in pairwise(phase_offsets) if last > first]
     if len(phases) > 1 and phases[0][1] * items < units and chunks * heads_v > 2 * units:

@@ -1,4 +1,4 @@
-"""Token-by-token reference of all five ops: the oracle of the tests, in float64 unless asked otherwise.
+"""Token-by-token reference of all ops: the oracle of the tests, in float64 unless asked otherwise.
 
 Gated delta rule, Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464, eq. 10, with the state
 ``S [D_k, D_v]`` stored key dimension first and keys and queries L2-normalised::
@@ -164,3 +164,11 @@ def _conv_step(
     if activation == "silu":
         y = y * torch.sigmoid(y)
     return y, window[:, 1:]
+
+
+def gates_reference(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """``g = -exp(a_log) softplus(a + dt_bias)`` and ``beta = sigmoid(b)``, both ``[T, H_v]`` in ``dtype``."""
+    step = a.to(dtype) + dt_bias.to(dtype)
+    return -torch.exp(a_log.to(dtype)) * torch.logaddexp(step, torch.zeros_like(step)), torch.sigmoid(b.to(dtype))

@@ -1,4 +1,4 @@
-"""Registers the five ops in ``torch.ops.ckpt_ops``: schema, fake kernel, CPU and CUDA implementation.
+"""Registers the seven ops in ``torch.ops.ckpt_ops``: schema, fake kernel, CPU and CUDA implementation.
 
 Schemas are written by hand and registered with ``define`` / ``impl`` because that boundary costs a tenth of
 ``custom_op``'s. Outputs are made by ``new_empty(shape)`` in the fakes and contiguous in every implementation, so that
@@ -19,15 +19,16 @@ from ckpt_ops import chunked, shortconv
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
-def _register(name: str, signature: str, cpu: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-    def cuda(*args: Any) -> Tensor:
+def _register(
+    name: str, signature: str, cpu: Callable[..., Any], fake: Callable[..., Any], result: str = "Tensor"
+) -> None:
+    def cuda(*args: Any) -> Any:
         from ckpt_ops import launch
 
-        implementation: Callable[..., Tensor] = getattr(launch, name)
-        return implementation(*args)
+        return getattr(launch, name)(*args)
 
     qualified = f"ckpt_ops::{name}"
-    torch.library.define(qualified, f"({signature}) -> Tensor", tags=_TAGS)
+    torch.library.define(qualified, f"({signature}) -> {result}", tags=_TAGS)
     torch.library.impl(qualified, "cpu", cpu)
     torch.library.impl(qualified, "cuda", cuda)
     torch.library.register_fake(qualified, fake)
@@ -41,8 +42,15 @@ def _fake_conv(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _fake_conv_gates(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
+
+
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
 _CONV = "Tensor x, Tensor weight, Tensor? bias"
+_GATES = "Tensor a, Tensor b, Tensor a_log, Tensor dt_bias"
 _PACKED = "Tensor cu_seqlens, Tensor(a!) states, Tensor sources, Tensor destinations"
 _ROWS = "Tensor(a!) states, Tensor slots"
 
@@ -61,3 +69,17 @@ _register(
     _fake_conv,
 )
 _register("causal_conv1d_decode", f"{_CONV}, {_ROWS}, str? activation=None", shortconv.causal_conv1d_decode, _fake_conv)
+_register(
+    "conv_gates_prefill",
+    f"{_CONV}, {_GATES}, {_PACKED}, Tensor parents, str? activation=None",
+    shortconv.conv_gates_prefill,
+    _fake_conv_gates,
+    "(Tensor, Tensor, Tensor)",
+)
+_register(
+    "conv_gates_decode",
+    f"{_CONV}, {_GATES}, {_ROWS}, str? activation=None",
+    shortconv.conv_gates_decode,
+    _fake_conv_gates,
+    "(Tensor, Tensor, Tensor)",
+)

@@ -1,7 +1,7 @@
-"""The CPU implementation of the short causal convolution over packed segments.
+"""The CPU implementation of the short causal convolution over packed segments, and of the gates beside it.
 
-Bitwise independent of the rest of the batch: taps are added in a fixed order, and SiLU is written with ``torch.exp``
-because the vector body and the scalar tail of ``torch.nn.functional.silu`` round differently.
+Bitwise independent of the rest of the batch: taps are added in a fixed order, and SiLU, softplus and sigmoid are
+written with ``torch.exp`` and ``torch.log1p`` because the vector body and the scalar tail of torch's own round differently.
 """
 
 from __future__ import annotations
@@ -87,6 +87,34 @@ def _history(
     return history
 
 
+def conv_gates_prefill(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    states: Tensor,
+    sources: Tensor,
+    destinations: Tensor,
+    parents: Tensor,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The packed convolution and the gates of its tokens; arguments as the registered op."""
+    links = (sources, destinations, parents)
+    mixed = causal_conv1d_prefill(x, weight, bias, cu_seqlens, states, *links, activation)
+    return mixed, *_gates(a, b, a_log, dt_bias)
+
+
+def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    step = a.float() + dt_bias.float()
+    soft = torch.where(step > 20, step, torch.log1p(torch.exp(step)))  # as torch: beyond 20 they are equal in fp32
+    strength = 1 / (1 + torch.exp(-b.to(work_dtype(b))))
+    return (-torch.exp(a_log.float()) * soft).contiguous(), strength.to(b.dtype).contiguous()
+
+
 def _activate(y: Tensor, activation: str | None) -> Tensor:
     return y / (1 + torch.exp(-y)) if activation == "silu" else y
 
@@ -107,3 +135,19 @@ def causal_conv1d_decode(
     states[held] = torch.cat([old[..., 1:], token[..., None].to(states.dtype)], -1)
     out[rows] = _activate(total, activation).to(x.dtype)
     return out
+
+
+def conv_gates_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token for each row and its gates, states in place; arguments as the registered op."""
+    return causal_conv1d_decode(x, weight, bias, states, slots, activation), *_gates(a, b, a_log, dt_bias)

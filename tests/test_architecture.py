@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _OPS = """
 errors segments checks reference chunked shortconv
-kernels kernels.common kernels.conv kernels.intra kernels.chain kernels.decode kernels.hopper_intra
-kernels.hopper_chain blocks launcher launch_conv launch_hopper launch schema api __init__ testing
+kernels kernels.common kernels.gates kernels.conv kernels.intra kernels.chain kernels.decode
+kernels.hopper_intra kernels.hopper_chain
+launcher blocks launch_conv launch_plain launch_hopper launch schema api api_conv precompile __init__ testing
 """
 _HF = """
 errors config markers plain_text seams chat_cuts encode prompt_checks prompts
@@ -103,7 +104,7 @@ def test_ops_know_nothing_of_models(name: str) -> None:
 @pytest.mark.parametrize("name", ORDER["ckpt_ops"])
 def test_only_kernels_and_their_launcher_import_triton(name: str) -> None:
     if "triton" in third_party("ckpt_ops", name):
-        assert name in ("blocks", "launch", "launch_conv") or name.startswith("kernels.")
+        assert name in ("blocks", "launch", "launch_conv", "launch_plain") or name.startswith("kernels.")
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER["ckpt_ops"] if name.startswith("kernels.")])

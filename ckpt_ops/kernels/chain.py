@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["first_segment"])
+@triton.jit(do_not_specialize=["cu_seqlens", "sources", "destinations", "parents", "first_segment"])
 def chain_kernel(
     q,
     k,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ckpt_ops.kernels.common import find_segment
+from ckpt_ops.kernels.gates import store_gates
 
 
 @triton.jit
@@ -40,11 +41,8 @@ def load_earlier(
         start = tl.load(cu_seqlens + segment)
         position += tl.load(cu_seqlens + segment + 1) - start
         parent = tl.load(parents + segment)
-    token = tl.load(
-        x + (start + position).to(tl.int64) * x_stride + channel,
-        mask=channel < tl.where(position >= 0, C, 0),
-        other=0.0,
-    )
+    in_batch = channel < tl.where(position >= 0, C, 0)
+    token = tl.load(x + (start + position).to(tl.int64) * x_stride + channel, mask=in_batch, other=0.0)
     slot = tl.load(sources + segment).to(tl.int64)
     in_pool = channel < tl.where((position < 0) & (slot >= 0), C, 0)
     held = tl.load(states + (slot * C + channel) * (W - 1) + (W - 1 + position), mask=in_pool, other=0.0)
@@ -66,37 +64,13 @@ def load_taps(weight, channel, in_c, W: tl.constexpr, PACKED: tl.constexpr):
     return taps
 
 
-@triton.jit
-def store_gates(
-    a,
-    b,
-    a_log,
-    dt_bias,
-    g,
-    beta,
-    first,
-    count,
-    a_stride,
-    b_stride,
-    HV: tl.constexpr,
-    BH: tl.constexpr,
-    BT: tl.constexpr,
-):
-    """Gates of ``count`` tokens from row ``first`` on: ``g = -exp(a_log) softplus(a + dt_bias)``, ``beta = sigmoid(b)``."""
-    lane, head = tl.arange(0, BT), tl.arange(0, BH)
-    row = (first + lane).to(tl.int64)[:, None]
-    inside = (lane < count)[:, None] & (head < HV)[None, :]
-    rate = tl.exp(tl.load(a_log + head, mask=head < HV, other=0.0).to(tl.float32))
-    shift = tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)
-    step = tl.load(a + row * a_stride + head[None, :], mask=inside, other=0.0).to(tl.float32) + shift[None, :]
-    # Where it matters log(1 + exp(x)) is x to the last bit, and exp(x) would overflow further on.
-    soft = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    tl.store(g + row * HV + head[None, :], -rate[None, :] * soft, mask=inside)
-    strength = tl.sigmoid(tl.load(b + row * b_stride + head[None, :], mask=inside, other=0.0).to(tl.float32))
-    tl.store(beta + row * HV + head[None, :], strength.to(beta.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_segments", "a_stride", "b_stride"])
+# Tensors in the list are read one element a thread, so their alignment makes no other code.
+@triton.jit(
+    do_not_specialize=[
+        *("cu_seqlens", "sources", "destinations", "parents", "a", "b", "a_log", "dt_bias"),
+        *("num_segments", "a_stride", "b_stride"),
+    ]
+)
 def conv_prefill_kernel(
     x,
     weight,
@@ -134,7 +108,7 @@ def conv_prefill_kernel(
         x: ``[T, C]``, token stride given; weight ``[C, W]`` and bias ``[C]`` contiguous; out ``[T, C]`` contiguous.
         cu_seqlens: int32 ``[N + 1]``; sources, destinations, parents: int32 ``[N]``.
         states: ``[num_slots, C, W - 1]`` contiguous, read and written.
-        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta ``[T, HV]`` contiguous,
+        a, b: ``[T, HV]``, token strides given; a_log, dt_bias: ``[HV]``; g fp32 and beta: ``[T, HV]`` contiguous,
             written. Not touched if HV is 0.
         BT: at least W - 1. PACKED: see ``load_taps``.
     """

@@ -5,8 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ckpt_ops.kernels.gates import store_gates
 
-@triton.jit
+
+# Tensors in the lists are read one element a thread, so their alignment makes no other code.
+@triton.jit(do_not_specialize=["g", "beta", "slots", "g_stride", "beta_stride"])
 def gdn_decode_kernel(
     q,
     k,
@@ -68,7 +71,7 @@ def gdn_decode_kernel(
     tl.store(target, result.to(out.dtype.element_ty), mask=in_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "a", "b", "a_log", "dt_bias", "a_stride", "b_stride"])
 def conv_decode_kernel(
     x,
     weight,
@@ -76,11 +79,21 @@ def conv_decode_kernel(
     out,
     states,
     slots,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    g,
+    beta,
     x_stride,
+    a_stride,
+    b_stride,
     C: tl.constexpr,
     W: tl.constexpr,
     BW: tl.constexpr,
     BC: tl.constexpr,
+    HV: tl.constexpr,
+    BH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
@@ -90,12 +103,16 @@ def conv_decode_kernel(
         x: ``[B, C]``, row stride given; weight: ``[C, W]`` and bias ``[C]`` contiguous; out: ``[B, C]`` contiguous.
         states: ``[num_slots, C, W - 1]`` contiguous, read and written.
         slots: int32 ``[B]``; -1: a zero row is written to ``out`` and no state is touched.
+        a, b, a_log, dt_bias, g, beta: as in ``conv_prefill_kernel``, with B rows, for slots of -1 too.
         BW: power of two, at least W - 1.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
+    if HV > 0:
+        if tl.program_id(1) == 0:
+            store_gates(a, b, a_log, dt_bias, g, beta, row, 1, a_stride, b_stride, HV=HV, BH=BH, BT=1)
     target = out + row * C + channel
     if slot < 0:
         tl.store(target, tl.zeros((BC,), out.dtype.element_ty), mask=in_c)

@@ -65,7 +65,8 @@ def invert_unit_lower(lower, inbox, outbox, BT: tl.constexpr, OPERAND: tl.conste
     return partial - tl.dot(factor, partial.to(OPERAND), input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+# Tensors in the list are read one element a thread, so their alignment makes no other code.
+@triton.jit(do_not_specialize=["g", "beta", "cu_seqlens", "num_segments", "g_stride", "beta_stride"])
 def intra_kernel(
     q,
     k,
