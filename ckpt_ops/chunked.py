@@ -10,7 +10,8 @@ inclusive sum of the log gates within a chunk of C tokens and ``S`` the state at
     S' = exp(G_C) S + K^T diag(exp(G_C - G)) U
 
 Everything but the last three lines is independent of the state and is done for all chunks at once; the walk over chunks
-is batched over the segments of a phase. Gates enter only as exponentials of differences that are never positive.
+is batched over the segments of a phase. Gates enter only as exponentials of differences that are never positive, and are
+summed in fp64: a sum of -1000 in fp32 has lost the digits that decide a difference of -1.
 
 A sequence's result must not depend, to the bit, on what else is in the batch. Three rules keep it so: a chunk is padded
 to 16, 32 or 64 rows by its own length only; head dimensions are padded to multiples of 16, below which BLAS switches
@@ -54,7 +55,7 @@ class _Bucket:
     q: Tensor  # [n, H_k, C, D_k], scaled
     k: Tensor  # [n, H_k, C, D_k]
     v: Tensor  # [n, H_k, R, C, D_v]
-    gate_sum: Tensor  # G, [n, H_k, R, C]
+    gate_sum: Tensor  # G, fp64 [n, H_k, R, C]
     solve: Tensor  # T, [n, H_k, R, C, C]
     attend: Tensor  # A, [n, H_k, R, C, C]
 
@@ -96,11 +97,12 @@ def _bucket(
     qn = _pad_dim(l2_normalize(gather(q)) * scale).transpose(1, 2).contiguous()
     kn = _pad_dim(l2_normalize(gather(k))).transpose(1, 2).contiguous()
     values = torch.unflatten(_pad_dim(gather(v)).transpose(1, 2).contiguous(), 1, (heads, group))
-    gate_sum = torch.unflatten(gather(g).clamp_(min=MIN_LOG_GATE).transpose(1, 2).cumsum(-1), 1, (heads, group))
+    gates = gather(g).clamp_(min=MIN_LOG_GATE).transpose(1, 2).double()
+    gate_sum = torch.unflatten(gates.cumsum(-1), 1, (heads, group))
     betas = torch.unflatten(gather(beta).transpose(1, 2).contiguous(), 1, (heads, group))
 
     ahead = torch.ones(size, size, dtype=torch.bool).triu(1)
-    decay = (gate_sum[..., :, None] - gate_sum[..., None, :]).masked_fill_(ahead, -torch.inf).exp_()
+    decay = (gate_sum[..., :, None] - gate_sum[..., None, :]).to(dtype).masked_fill_(ahead, -torch.inf).exp_()
     lower = (kn @ kn.mT)[:, :, None] * decay * betas[..., None]
     solve = torch.linalg.solve_triangular(lower, torch.diag_embed(betas), upper=False, unitriangular=True)
     attend = (qn @ kn.mT)[:, :, None] * decay
@@ -125,12 +127,12 @@ def _advance(bucket: _Bucket, picked: Tensor, state: Tensor) -> tuple[Tensor, Te
     def by_head(x: Tensor) -> Tensor:  # [m, H_k, C, R * D_v] -> [m, H_k, R, C, D_v]
         return torch.unflatten(x, -1, (group, dim)).transpose(2, 3)
 
-    reach = gate_sum.exp()
+    reach = gate_sum.exp().to(state.dtype)
     u = bucket.solve[picked] @ (v - reach * by_head(k @ state))
     out = reach * by_head(q @ state) + bucket.attend[picked] @ u
     last = gate_sum[..., -1:, :]
-    kept = ((last - gate_sum).exp() * u).transpose(2, 3).flatten(-2)
-    fade = last.exp().squeeze(-1).expand(-1, -1, -1, dim).flatten(-2)[:, :, None]
+    kept = ((last - gate_sum).exp().to(state.dtype) * u).transpose(2, 3).flatten(-2)
+    fade = last.exp().to(state.dtype).squeeze(-1).expand(-1, -1, -1, dim).flatten(-2)[:, :, None]
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), fade * state + k.mT @ kept
 
 

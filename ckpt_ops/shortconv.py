@@ -1,7 +1,8 @@
 """The CPU implementation of the short causal convolution over packed segments, and of the gates beside it.
 
 Bitwise independent of the rest of the batch: taps are added in a fixed order, and SiLU, softplus and sigmoid are
-written with ``torch.exp`` and ``torch.log1p`` because the vector body and the scalar tail of torch's own round differently.
+written with ``torch.exp`` and ``torch.log1p`` because the vector body and the scalar tail of torch's own round
+differently.
 """
 
 from __future__ import annotations

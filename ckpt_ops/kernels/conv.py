@@ -66,10 +66,8 @@ def load_taps(weight, channel, in_c, W: tl.constexpr, PACKED: tl.constexpr):
 
 # Tensors in the list are read one element a thread, so their alignment makes no other code.
 @triton.jit(
-    do_not_specialize=[
-        *("cu_seqlens", "sources", "destinations", "parents", "a", "b", "a_log", "dt_bias"),
-        *("num_segments", "a_stride", "b_stride"),
-    ]
+    do_not_specialize=["cu_seqlens", "sources", "destinations", "parents"]
+    + ["a", "b", "a_log", "dt_bias", "num_segments", "a_stride", "b_stride"]
 )
 def conv_prefill_kernel(
     x,

@@ -1,26 +1,18 @@
-"""Every kernel compiles ahead of time for each architecture, as launched there, and its shared memory fits."""
+"""Every plain kernel compiles ahead of time for each architecture, as launched there, and its shared memory fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from aot import LIMITS, Recorder, check_all_fit
 
-from ckpt_ops import Segment, SegmentTable, launch, launch_conv
+from ckpt_ops import Segment, SegmentTable, launch, launch_conv, launch_plain
 from ckpt_ops.blocks import Config, choose_config
 from ckpt_ops.testing import make_delta_rule_inputs, make_pool
 
-# Shared memory that one block may have, in bytes.
-LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-DELTA_RULE = ("intra_kernel", "chain_kernel", "gdn_decode_kernel")
-CONVOLUTION = ("conv_prefill_kernel", "conv_decode_kernel")
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 # Each class of block sizes, a head dimension that is no power of two, and both half types.
 SHAPES = [
     (torch.bfloat16, 128, 128),
@@ -30,47 +22,59 @@ SHAPES = [
     (torch.float32, 64, 64),
     (torch.float32, 256, 256),
 ]
-
-
-@dataclass
-class Recorder:
-    """Stands for a kernel: keeps the arguments of its launch instead of launching."""
-
-    kernel: Any
-    launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.launches.append((args, kwargs))
-
-    def compile(self, capability: int) -> Iterator[Any]:
-        """Compile each recorded launch with the specialisation that a real one would have."""
-        for args, kwargs in self.launches:
-            values = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
-            signature, constants, attributes = {}, {}, {}
-            for index, parameter in enumerate(self.kernel.params):
-                value = values[parameter.name]
-                if parameter.is_constexpr or value is None:
-                    signature[parameter.name], constants[(index,)] = "constexpr", value
-                elif isinstance(value, float):
-                    signature[parameter.name] = "fp32"
-                else:
-                    tensor = isinstance(value, torch.Tensor)
-                    signature[parameter.name] = POINTERS[value.dtype] if tensor else "i32"
-                    if tensor or (not parameter.do_not_specialize and value % 16 == 0):
-                        attributes[(index,)] = [["tt.divisibility", 16]]
-            source = ASTSource(self.kernel, signature, constants, attributes)
-            yield triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+LAUNCHERS = {
+    "intra": launch_plain._INTRA,
+    "chain": launch_plain._CHAIN,
+    "decode": launch._DECODE,
+    "conv": launch_conv._PREFILL,
+    "conv_decode": launch_conv._DECODE,
+}
 
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     found = {}
-    for module, names in ((launch, DELTA_RULE), (launch_conv, CONVOLUTION)):
-        for name in names:
-            found[name] = Recorder(getattr(module, name))
-            monkeypatch.setattr(module, name, found[name])
+    for name, launcher in LAUNCHERS.items():
+        found[name] = Recorder(launcher.kernel)
+        monkeypatch.setattr(launcher, "kernel", found[name])
     return found
+
+
+def use_config_of(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block sizes of an architecture, whatever runs the test; the plain kernels for sm_90 too, on all heads."""
+
+    def config(_: torch.device, *shape: Any) -> Config:
+        return replace(choose_config(capability, *shape), hopper=False)
+
+    monkeypatch.setattr(launch, "config_for", config)
+
+
+def run_delta_rule(lengths: tuple[int, int], heads: tuple[int, int, int, int], dtype: torch.dtype, rows: int) -> None:
+    """A Producer and a Consumer of these lengths, and a decode step."""
+    heads_k, heads_v, dim_k, dim_v = heads
+    segments = [Segment(lengths[0], destination=0), Segment(lengths[1], parent=0, destination=1)]
+    table = SegmentTable.build(segments, 2, "cpu")
+    inputs = make_delta_rule_inputs(sum(lengths), heads_k, heads_v, dim_k, dim_v, dtype=dtype)
+    states = make_pool(2, heads_v, dim_k, dim_v)
+    links = (table.cu_seqlens, states, table.sources, table.destinations)
+    launch.two_phase_gdn_prefill(*inputs.tensors(), *links, table.parents, table.phase_offsets)
+    launch.gdn_decode(*inputs.rows(0, rows).tensors(), states, torch.zeros(rows, dtype=torch.int32))
+
+
+def run_convolution(lengths: tuple[int, int], channels: int, heads: int, dtype: torch.dtype, rows: int) -> None:
+    """A Producer and a Consumer of these lengths and a decode step, without and with gates."""
+    segments = [Segment(lengths[0], destination=0), Segment(lengths[1], parent=0, destination=1)]
+    table = SegmentTable.build(segments, 2, "cpu")
+    tokens = sum(lengths)
+    x, weight, bias = (make_pool(*shape, dtype=dtype) for shape in ((tokens, channels), (channels, 4), (channels,)))
+    states, slots = make_pool(2, channels, 3, dtype=dtype), torch.zeros(rows, dtype=torch.int32)
+    links = (table.cu_seqlens, states, table.sources, table.destinations, table.parents)
+    a, b = make_pool(tokens, heads, dtype=dtype), make_pool(tokens, heads, dtype=dtype)
+    parameters = make_pool(heads), make_pool(heads)
+    launch.causal_conv1d_prefill(x, weight, None, *links, "silu")
+    launch.conv_gates_prefill(x, weight, None, a, b, *parameters, *links, "silu")
+    launch.causal_conv1d_decode(x[:rows], weight, bias, states, slots, "silu")
+    launch.conv_gates_decode(x[:rows], weight, bias, a[:rows], b[:rows], *parameters, states, slots, "silu")
 
 
 @pytest.mark.parametrize("capability", LIMITS)
@@ -83,35 +87,29 @@ def test_delta_rule_kernels(
     dim_v: int,
     capability: int,
 ) -> None:
-    def config(_: torch.device, *shape: Any) -> Config:
-        return choose_config(capability, *shape)
-
-    monkeypatch.setattr(launch, "config_for", config)
-    table = SegmentTable.build([Segment(64, destination=0), Segment(64, parent=0, destination=1)], 2, "cpu")
-    inputs = make_delta_rule_inputs(128, 2, 4, dim_k, dim_v, dtype=dtype)
-    states = make_pool(2, 4, dim_k, dim_v)
-    links = (table.cu_seqlens, states, table.sources, table.destinations)
-    launch.two_phase_gdn_prefill(*inputs.tensors(), *links, table.parents, table.phase_offsets)
-    launch.gdn_decode(*inputs.rows(0, 2).tensors(), states, table.sources)
-    assert len(recorders["chain_kernel"].launches) == 2
-    for name in DELTA_RULE:
-        compiled = list(recorders[name].compile(capability))
-        assert compiled
-        for binary in compiled:
-            assert binary.metadata.shared <= LIMITS[capability], f"{name}: {binary.metadata.shared} bytes"
+    use_config_of(capability, monkeypatch)
+    run_delta_rule((64, 64), (2, 4, dim_k, dim_v), dtype, rows=2)
+    assert len(recorders["chain"].launches) == 2
+    for name in ("intra", "chain", "decode"):
+        check_all_fit(recorders[name], capability)
 
 
 @pytest.mark.parametrize("capability", LIMITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_convolution_kernels(recorders: dict[str, Recorder], dtype: torch.dtype, capability: int) -> None:
-    table = SegmentTable.build([Segment(64, destination=0), Segment(64, parent=0, destination=1)], 2, "cpu")
-    x, weight, bias = (make_pool(*shape, dtype=dtype) for shape in ((128, 256), (256, 4), (256,)))
-    states = make_pool(2, 256, 3, dtype=dtype)
-    links = (table.cu_seqlens, states, table.sources, table.destinations, table.parents)
-    launch.causal_conv1d_prefill(x, weight, None, *links, "silu")
-    launch.causal_conv1d_decode(x[:2], weight, bias, states, table.sources, "silu")
-    for name in CONVOLUTION:
-        compiled = list(recorders[name].compile(capability))
-        assert compiled
-        for binary in compiled:
-            assert binary.metadata.shared <= LIMITS[capability], f"{name}: {binary.metadata.shared} bytes"
+    run_convolution((64, 64), 256, 12, dtype, rows=2)
+    for name in ("conv", "conv_decode"):
+        assert len(recorders[name].forms()) == 2
+        check_all_fit(recorders[name], capability)
+
+
+def test_compiled_forms_do_not_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch, recorders: dict[str, Recorder]
+) -> None:
+    """Compiling anew when a length or a batch size comes up for the first time stalls a server at every such length."""
+    use_config_of(90, monkeypatch)
+    for lengths, rows in (((64, 64), 2), ((100, 1), 1), ((101, 16), 5), ((102, 333), 16), ((1, 0), 1)):
+        run_delta_rule(lengths, (2, 6, 128, 64), torch.bfloat16, rows)
+        run_convolution(lengths, 208, 6, torch.bfloat16, rows)
+    counts = {name: len(recorder.forms()) for name, recorder in recorders.items()}
+    assert counts == {"intra": 1, "chain": 1, "decode": 1, "conv": 2, "conv_decode": 2}

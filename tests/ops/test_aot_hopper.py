@@ -1,0 +1,104 @@
+"""The kernels for sm_90 compile ahead of time, as launched there, and their shared memory fits.
+
+Their module is imported here and by a launch on such a device, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from aot import Recorder, check_all_fit
+
+from ckpt_ops import Segment, SegmentTable
+from ckpt_ops.testing import make_delta_rule_inputs, make_pool
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Few segments get slices of 64 of D_v, many get 128. Every value of each column with every one of BV, D_k and the
+# tokens' dtype; states' dtype and the value heads of a key head take turns, as the code hardly depends on them.
+CHAINS = [
+    (64, 64, BF16, F32, 1),
+    (64, 64, F16, BF16, 4),
+    (64, 128, BF16, BF16, 2),
+    (64, 128, F16, F32, 1),
+    (128, 64, BF16, BF16, 4),
+    (128, 64, F16, F32, 2),
+    (128, 128, BF16, F32, 2),
+    (128, 128, F16, BF16, 1),
+    (128, 128, BF16, BF16, 4),
+]
+INTRAS = [(64, BF16, 1), (64, F16, 2), (64, F16, 4), (128, F16, 1), (128, BF16, 2), (128, BF16, 4)]
+Launch = Callable[..., dict[str, Recorder]]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Runs the host code for sm_90 on a Producer and ``consumers`` of one token; returns what it launched."""
+    from ckpt_ops import launch_hopper
+
+    found = {name: Recorder(getattr(launch_hopper, name).kernel) for name in ("_INTRA", "_CHAIN")}
+    for name, recorder in found.items():
+        monkeypatch.setattr(launch_hopper, name, recorder)
+    monkeypatch.setattr(launch_hopper, "_multiprocessors", lambda _: 132)
+
+    def run(dim_k: int, dtype: torch.dtype, group: int, states: torch.dtype, consumers: int) -> dict[str, Recorder]:
+        segments = [Segment(70, destination=0)] + [Segment(1, parent=0)] * consumers
+        table = SegmentTable.build(segments, 1, "cpu")
+        inputs = make_delta_rule_inputs(table.num_tokens, 2, 2 * group, dim_k, 128, dtype=dtype)
+        assert launch_hopper.supports(inputs.q, inputs.v)
+        pool = make_pool(1, 2 * group, dim_k, 128, dtype=states)
+        links = (table.cu_seqlens, pool, table.sources, table.destinations, table.phase_offsets)
+        launch_hopper.prefill(*inputs.tensors(), *links, 0.1, torch.empty_like(inputs.v))
+        return found
+
+    return run
+
+
+def gluon() -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+@pytest.mark.parametrize(("block_v", "dim_k", "dtype", "states", "group"), CHAINS, ids=str)
+def test_chain(launch: Launch, block_v: int, dim_k: int, dtype: torch.dtype, states: torch.dtype, group: int) -> None:
+    recorder = launch(dim_k, dtype, group, states, consumers=2 if block_v == 64 else 140)["_CHAIN"]
+    place = [parameter.name for parameter in recorder.kernel.params].index("BV")
+    recorder.launches = [call for call in recorder.launches if call[0][place] == block_v]
+    check_all_fit(recorder, 90, gluon())
+
+
+@pytest.mark.parametrize(("dim_k", "dtype", "group"), INTRAS, ids=str)
+def test_intra(launch: Launch, dim_k: int, dtype: torch.dtype, group: int) -> None:
+    check_all_fit(launch(dim_k, dtype, group, F32, consumers=2)["_INTRA"], 90, gluon())
+
+
+PROGRAM = """
+import sys, torch, ckpt_ops
+from ckpt_ops import Segment, SegmentTable, blocks, launch
+q, gate = torch.randn(3, 1, 64, dtype=torch.float16), torch.zeros(3, 1)
+table = SegmentTable.build([Segment(3, destination=0)], 1, "cpu")
+pool = torch.zeros(1, 1, 64, 64)
+ckpt_ops.two_phase_gdn_prefill(q, q, q, gate, gate, pool, table)
+links = (table.cu_seqlens, pool, table.sources, table.destinations)
+launch.gdn_prefill(q, q, q, gate, gate, *links)
+print(*(name for name in sys.modules if "hopper" in name or "gluon" in name))
+"""
+
+
+def test_they_are_not_imported_elsewhere() -> None:
+    """Neither on a CPU nor by the plain kernels' launchers, here interpreted, though sm_90 would run such heads."""
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = [name for name in run.stdout.split() if name.startswith("ckpt_ops")]
+    assert not loaded
