@@ -30,6 +30,7 @@ class PlanDraft:
         self._budget = budget
         self._pieces: list[Piece] = []
         self._logits: list[LogitsWanted] = []
+        self._decodes: list[Request] = []
         self._completed: dict[Checkpoint, int] = {}
 
     @property
@@ -47,6 +48,12 @@ class PlanDraft:
         piece = self._append(request, self._own_kv(request, None), request.position, len(request.token_ids), slot, slot)
         self._logits.append(LogitsWanted(request, piece=piece))
 
+    def add_decode_row(self, request: Request) -> None:
+        """The newest token of a running request, beside the pieces of other requests' prompts."""
+        self._kv_rows.extend(self._own_kv(request, None), 1)
+        self._decodes.append(request)
+        self._budget -= 1
+
     def add_prefill(self, request: Request) -> None:
         """As many prompt tokens of ``request`` as the budget allows, one piece per boundary."""
         base, at = request.base, request.position
@@ -57,8 +64,8 @@ class PlanDraft:
         elif parent < 0 and base is not None and base.slot is not None:
             source = base.slot
         before = base.kv if base is not None else None
-        while at < request.prompt_tokens:
-            stop = min((b for b in request.reserved if b > at), default=request.prompt_tokens)
+        while at < request.prefill_stop:
+            stop = min((b for b in request.reserved if b > at), default=request.prefill_stop)
             checkpoint = request.reserved.get(stop)
             kv = self._own_kv(request, before) if checkpoint is None else self._checkpoint_kv(checkpoint, before)
             taken = self._take_budget(stop - at, len(kv))
@@ -94,7 +101,7 @@ class PlanDraft:
                 order.append(i)
         pieces = tuple(replace(self._pieces[i], parent=place[self._pieces[i].parent]) for i in order)
         logits = tuple(w if w.piece is None else replace(w, piece=place[w.piece]) for w in self._logits)
-        return StepPlan(pieces, logits, decode)
+        return StepPlan(pieces, logits, decode, tuple(self._decodes))
 
     def _end_at_boundary(self, request: Request, base: Checkpoint | None, parent: int, source: int) -> None:
         """The prompt ends exactly at a checkpoint: copy its state, take its logits."""
@@ -106,7 +113,7 @@ class PlanDraft:
         if request.decode:
             kv = self._own_kv(request, base.kv)
             self._append(
-                request, kv, request.prompt_tokens, request.prompt_tokens, source, self._own_slot(request), parent
+                request, kv, request.prefill_stop, request.prefill_stop, source, self._own_slot(request), parent
             )
 
     def _take_budget(self, wanted: int, done: int) -> int:

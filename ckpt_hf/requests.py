@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .errors import CheckpointRuntimeError
+from .errors import CheckpointRuntimeError, CheckpointValueError
 from .index import Checkpoint
 from .kv import KVSegment
 
@@ -24,7 +25,7 @@ REQUEST_TRANSITIONS = {
     RequestStatus.WAITING: {RequestStatus.DEFERRED, RequestStatus.PREFILL, RequestStatus.FINISHED},
     RequestStatus.DEFERRED: {RequestStatus.PREFILL, RequestStatus.FINISHED},
     RequestStatus.PREFILL: {RequestStatus.WAITING, RequestStatus.DECODE, RequestStatus.FINISHED},
-    RequestStatus.DECODE: {RequestStatus.FINISHED},
+    RequestStatus.DECODE: {RequestStatus.WAITING, RequestStatus.FINISHED},
     RequestStatus.FINISHED: set(),
 }
 
@@ -40,6 +41,12 @@ class Request:
         keys: digest of each boundary's prefix.
         ephemeral: boundaries that only serve this call and are not kept after it.
         decode: whether tokens are generated; otherwise only the checkpoints are computed.
+        priority: larger ones run first.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        prefill_stop: tokens that prefill computes: the prompt, and after a preemption what had been generated.
+        finish_reason: why the request has ended, in the words of whoever ended it.
     """
 
     request_id: int
@@ -48,8 +55,10 @@ class Request:
     keys: tuple[bytes, ...]
     ephemeral: frozenset[int] = frozenset()
     decode: bool = True
+    priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
     prompt_tokens: int = 0
+    prefill_stop: int = 0
     position: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -61,9 +70,30 @@ class Request:
     reserved: dict[int, Checkpoint] = field(default_factory=dict)
     demanded: set[bytes] = field(default_factory=set)
     reasons: dict[int, str] = field(default_factory=dict)
+    finish_reason: str | None = None
 
     def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.token_ids)
+        self.prompt_tokens = self.prefill_stop = len(self.token_ids)
+
+    @property
+    def has_next_token(self) -> bool:
+        """Whether the request decodes and its newest token has not been computed yet."""
+        return self.status is RequestStatus.DECODE and self.position == len(self.token_ids) - 1
+
+    def check_new(self) -> None:
+        """Raise CheckpointValueError if the prompt is empty, a boundary lies outside it, or the request has run."""
+        if not self.token_ids:
+            raise CheckpointValueError(f"token_ids of request {self.request_id} are empty; a prompt needs a token")
+        if self.status is not RequestStatus.WAITING:
+            raise CheckpointValueError(
+                f"request {self.request_id} is {self.status.value}; a request can be added once, and only waiting"
+            )
+        bounds = (0, *self.boundaries, self.prompt_tokens + 1)
+        if any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise CheckpointValueError(
+                f"boundaries {self.boundaries} of request {self.request_id} must increase and lie between 1 and "
+                f"{self.prompt_tokens}"
+            )
 
     def move(self, status: RequestStatus) -> None:
         """Change the status.

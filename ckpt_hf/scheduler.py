@@ -8,16 +8,19 @@ reservations never waits, so no two requests can wait for each other.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
+from typing import Any
 
+from .demand import Demand
 from .draft import STATE_CHUNK_TOKENS, PlanDraft
 from .errors import CheckpointRuntimeError, CheckpointValueError
+from .events import Emit, Event, EventKind
 from .index import Checkpoint, CheckpointIndex, CheckpointStatus
 from .kv import KVRows
 from .plan import StepPlan
 from .requests import Request, RequestStatus
 from .slots import SlotAllocator
+from .starts import find_start, reserve_missing
 
 
 class Scheduler:
@@ -27,14 +30,25 @@ class Scheduler:
         index: checkpoints of this model.
         slots: owners of the state rows.
         kv_rows: owners of the key/value rows.
-        max_batch_tokens: prompt tokens of one step.
+        max_batch_tokens: tokens of one step.
+        emit: hears of everything that happens.
     """
 
-    def __init__(self, index: CheckpointIndex, slots: SlotAllocator, kv_rows: KVRows, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        slots: SlotAllocator,
+        kv_rows: KVRows,
+        max_batch_tokens: int,
+        emit: Emit | None = None,
+    ) -> None:
         self.index = index
         self.slots = slots
         self.kv_rows = kv_rows
         self.max_batch_tokens = max(max_batch_tokens, STATE_CHUNK_TOKENS)
+        self.demand = Demand(index)
+        self.emit = emit
+        self.step = 0
         self._requests: dict[int, Request] = {}
 
     @property
@@ -49,22 +63,36 @@ class Scheduler:
             CheckpointValueError: the prompt is empty, the id is taken, the request has run before, or a boundary lies
                 outside the prompt.
         """
-        if not request.token_ids:
-            raise CheckpointValueError(f"token_ids of request {request.request_id} are empty; a prompt needs a token")
         if request.request_id in self._requests:
             raise CheckpointValueError(f"request_id {request.request_id} is already scheduled")
-        if request.status is not RequestStatus.WAITING:
-            raise CheckpointValueError(
-                f"request {request.request_id} is {request.status.value}; a request can be added once, and only waiting"
-            )
-        bounds = (0, *request.boundaries, request.prompt_tokens + 1)
-        if any(a >= b for a, b in itertools.pairwise(bounds)):
-            raise CheckpointValueError(
-                f"boundaries {request.boundaries} of request {request.request_id} must increase and lie between 1 and "
-                f"{request.prompt_tokens}"
-            )
+        request.check_new()
         self._requests[request.request_id] = request
-        self._demand_all(request)
+        self.demand.take_all(request)
+        self._tell(
+            "submitted",
+            request,
+            prompt_tokens=request.prompt_tokens,
+            boundaries=list(request.boundaries),
+            priority=request.priority,
+        )
+
+    def plan_step(self) -> StepPlan | None:
+        """The next step: a token for each request that has its next one, then prompt tokens as far as the budget goes.
+
+        Give a request its sampled token (append it to ``token_ids``) before the next call.
+
+        Returns:
+            None when there is nothing to do until a token, a request or a :meth:`finish` arrives.
+        """
+        draft = PlanDraft(self.slots, self.kv_rows, self.max_batch_tokens)
+        for request in self._requests.values():
+            if request.has_next_token and draft.has_budget:
+                draft.add_decode_row(request)
+        for request in self._requests.values():
+            if request.status is not RequestStatus.DECODE:
+                self._schedule_prefill(request, draft)
+        plan = draft.build(decode=False)
+        return plan if plan.pieces or plan.logits or plan.decodes else None
 
     def plan_prefill(self) -> StepPlan | None:
         """The next step of prompt tokens, or None when every prompt has been computed."""
@@ -110,8 +138,10 @@ class Scheduler:
             elif piece.publishes is not None:
                 request.state_in_slot = False
                 self._lease(request, piece.publishes)
+        for request in plan.decodes:
+            request.position += 1
         for piece in plan.pieces:
-            self._settle_demand(piece.request)
+            self.demand.settle(piece.request)
         for wanted in plan.logits:
             request = wanted.request
             if request.status is not RequestStatus.PREFILL:
@@ -133,26 +163,43 @@ class Scheduler:
             if request.status is RequestStatus.PREFILL:
                 self._restart(request)
             elif request.status is RequestStatus.DECODE:
-                self.finish(request)
+                self.finish(request, "failed")
+        for request in plan.decodes:
+            self._restart(request)  # its state may be half written
 
-    def finish(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take slot and rows from a running request: it waits, and computes again from its nearest checkpoint on.
+
+        What it has generated so far counts as a part of its prompt from then on.
+        """
+        self._tell("preempted", request, position=request.position)
+        self._restart(request)
+
+    def finish(self, request: Request, reason: str = "cancelled") -> None:
         """End a request in whatever state it is and free all that it holds. Its unready checkpoints become absent."""
         if request.status is RequestStatus.FINISHED:
             return
         request.move(RequestStatus.FINISHED)
+        request.finish_reason = reason
+        self._tell("finished", request, reason=reason)
         if self._requests.get(request.request_id) is request:  # not one that ``add`` refused
             del self._requests[request.request_id]
         self._lease(request, None)
         self._free(request)
-        self._drop_demand(request, request.demanded)
+        self.demand.give_up(request, request.demanded)
         self.index.enforce_limits()
+
+    def _tell(self, kind: EventKind, request: Request | None, **data: Any) -> None:
+        if self.emit is not None:
+            self.emit(Event(kind, self.step, request.request_id if request is not None else None, data))
 
     def _restart(self, request: Request) -> None:
         self._lease(request, None)
         self._free(request)
         request.move(RequestStatus.WAITING)
         request.position = request.cached_tokens = 0
-        self._demand_all(request)
+        request.prefill_stop = len(request.token_ids)
+        self.demand.take_all(request)
 
     def _free(self, request: Request) -> None:
         for checkpoint in request.reserved.values():
@@ -181,7 +228,7 @@ class Scheduler:
         if request.status in (RequestStatus.WAITING, RequestStatus.DEFERRED):
             if not draft.has_budget:
                 return
-            found = self._find_start(request, draft)
+            found = find_start(self.index, request, draft)
             if found is None:
                 if request.status is RequestStatus.WAITING:
                     request.move(RequestStatus.DEFERRED)
@@ -192,33 +239,8 @@ class Scheduler:
             if checkpoint is not None:
                 self.index.touch(checkpoint)
                 self._lease(request, checkpoint)
-            self._reserve(request)
+            reserve_missing(self.index, request)
         draft.add_prefill(request)
-
-    def _find_start(self, request: Request, draft: PlanDraft) -> tuple[int, Checkpoint | None] | None:
-        """The deepest boundary to start from and its checkpoint; None when it is worth waiting for another request."""
-        for boundary, key in zip(reversed(request.boundaries), reversed(request.keys), strict=True):
-            checkpoint = self.index.find(key, request.token_ids[:boundary])
-            if checkpoint is None:
-                request.reasons[boundary] = self.index.why_absent(key)
-                continue
-            ready = checkpoint.status is CheckpointStatus.READY
-            if not ready and not draft.completes(checkpoint):
-                request.reasons[boundary] = "unready"
-                return None
-            request.reasons.pop(boundary, None)
-            checkpoint.ephemeral &= boundary in request.ephemeral
-            return boundary, checkpoint
-        return 0, None
-
-    def _reserve(self, request: Request) -> None:
-        for boundary, key in zip(request.boundaries, request.keys, strict=True):
-            if boundary > request.position:
-                checkpoint = self.index.reserve(
-                    key, request.token_ids[:boundary], request.request_id, boundary in request.ephemeral
-                )
-                if checkpoint is not None:
-                    request.reserved[boundary] = checkpoint
 
     def _lease(self, request: Request, checkpoint: Checkpoint | None) -> None:
         """Hold the checkpoint that the request's next piece starts from; None lets go of the last one."""
@@ -227,20 +249,3 @@ class Scheduler:
         if request.base is not None:
             request.base.leases -= 1
         request.base = checkpoint
-
-    def _demand_all(self, request: Request) -> None:
-        """Before its first token a request may start from any of its boundaries, also when it starts again."""
-        self.index.demand.update(set(request.keys) - request.demanded)
-        request.demanded = set(request.keys)
-
-    def _settle_demand(self, request: Request) -> None:
-        passed = {k for b, k in zip(request.boundaries, request.keys, strict=True) if b <= request.position}
-        if request.state_in_slot:
-            self._drop_demand(request, passed & request.demanded)
-
-    def _drop_demand(self, request: Request, keys: set[bytes]) -> None:
-        for key in keys:
-            self.index.demand[key] -= 1
-            if not self.index.demand[key]:
-                del self.index.demand[key]
-        request.demanded = request.demanded - keys

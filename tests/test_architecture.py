@@ -24,14 +24,14 @@ blocks launch_conv launch schema api __init__ testing
 _HF = """
 errors events reasons trace_events histogram metrics prometheus
 config markers plain_text seams chat_cuts encode prompt_checks prompts
-identity keys kv slots index requests plan draft scheduler stats
+identity keys kv slots index requests demand plan draft starts scheduler stats
 pools attention batch layers families runner export handover sampling generate patching __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
 demo.embedded demo.compare demo.report __main__
 """
 _WITHOUT_TORCH = """
 errors events reasons trace_events histogram metrics prometheus
-config markers keys kv slots index requests plan draft scheduler stats
+config markers keys kv slots index requests demand plan draft starts scheduler stats
 """
 
 ORDER = {"ckpt_ops": _OPS.split(), "ckpt_hf": _HF.split()}
