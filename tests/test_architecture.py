@@ -23,6 +23,7 @@ blocks launch_conv launch schema api __init__ testing
 """
 _HF = """
 errors events reasons trace_events histogram metrics prometheus
+trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers plain_text seams chat_cuts encode prompt_checks prompts
 identity keys kv slots index requests demand plan draft starts scheduler stats
 pools attention batch layers families runner export handover sampling generate patching __init__
@@ -31,6 +32,7 @@ demo.embedded demo.compare demo.report __main__
 """
 _WITHOUT_TORCH = """
 errors events reasons trace_events histogram metrics prometheus
+trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers keys kv slots index requests demand plan draft starts scheduler stats
 """
 
