@@ -2,8 +2,11 @@
 
 from .config import CheckpointConfig
 from .encode import encode, encode_chat
+from .engine import Engine
 from .errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError, CheckpointWarning
+from .handles import Handle
 from .markers import MARKER, contains_marker, escape, marker_id, register_marker
+from .outputs import GenerationOutput, HandleStatus
 from .patching import clear, patch, reset_stats, stats, unpatch
 from .stats import CheckpointStats, RowReport
 
@@ -15,6 +18,10 @@ __all__ = [
     "CheckpointStats",
     "CheckpointValueError",
     "CheckpointWarning",
+    "Engine",
+    "GenerationOutput",
+    "Handle",
+    "HandleStatus",
     "RowReport",
     "clear",
     "contains_marker",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .requests import Request
@@ -49,6 +50,14 @@ class CheckpointStats:
     slots_used: int = 0
     bytes_used: int = 0
     last_rows: tuple[RowReport, ...] = field(default=())
+
+    def count(self, rows: Sequence[RowReport], generated_tokens: int) -> None:
+        """Add requests that have ended."""
+        self.requests += len(rows)
+        self.prompt_tokens += sum(row.prompt_tokens for row in rows)
+        self.cached_tokens += sum(row.cached_tokens for row in rows)
+        self.computed_tokens += sum(row.computed_tokens for row in rows)
+        self.generated_tokens += generated_tokens
 
 
 def report_row(request: Request, notes: tuple[str, ...]) -> RowReport:

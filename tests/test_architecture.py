@@ -18,15 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _OPS = """
 errors segments checks reference chunked shortconv
-kernels kernels.common kernels.conv kernels.intra kernels.chain kernels.decode
-blocks launch_conv launch schema api __init__ testing
+kernels kernels.common kernels.conv kernels.intra kernels.chain kernels.decode kernels.attention
+blocks launch_conv launch_attention launch attention schema api __init__ testing
 """
 _HF = """
 errors events reasons trace_events histogram metrics prometheus
 trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers plain_text seams chat_cuts encode prompt_checks prompts
 identity keys kv slots index requests demand plan draft starts scheduler stats
-pools attention batch layers families runner export handover sampling generate patching __init__
+turns sinks pools attention row_table batch layers families memory packed_step recovery runner
+collector export handover sampling generate patching
+outputs handles request_settings request_sampling submissions step_loop engine __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
 demo.embedded demo.compare demo.report __main__
 """
@@ -109,7 +111,7 @@ def test_ops_know_nothing_of_models(name: str) -> None:
 @pytest.mark.parametrize("name", ORDER["ckpt_ops"])
 def test_only_kernels_and_their_launcher_import_triton(name: str) -> None:
     if "triton" in third_party("ckpt_ops", name):
-        assert name in ("blocks", "launch", "launch_conv") or name.startswith("kernels.")
+        assert name in ("blocks", "launch", "launch_conv", "launch_attention") or name.startswith("kernels.")
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER["ckpt_ops"] if name.startswith("kernels.")])
