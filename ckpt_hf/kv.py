@@ -104,6 +104,12 @@ class KVRows:
         self.high_water = len(old_rows)
         return old_rows
 
+    def trim(self) -> None:
+        """Forget free rows above the highest owned one, so that the pools need not be as large."""
+        if self._free_stops and self._free_stops[-1] == self.high_water:
+            self.high_water = self._free_starts.pop()
+            self._free_stops.pop()
+
     def check_integrity(self) -> None:
         """Raise CheckpointRuntimeError unless every row is either free or in exactly one segment."""
         owned = [row for segment in self._segments for row in segment.rows]
