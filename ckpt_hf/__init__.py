@@ -1,5 +1,7 @@
 """Recurrent-state checkpoints for hybrid Gated DeltaNet models in transformers."""
 
+from .advice import AdvisedBoundary, Advice
+from .advise import advise
 from .config import CheckpointConfig
 from .encode import encode, encode_chat
 from .engine import Engine
@@ -12,6 +14,8 @@ from .stats import CheckpointStats, RowReport
 
 __all__ = [
     "MARKER",
+    "Advice",
+    "AdvisedBoundary",
     "CheckpointConfig",
     "CheckpointError",
     "CheckpointRuntimeError",
@@ -23,6 +27,7 @@ __all__ = [
     "Handle",
     "HandleStatus",
     "RowReport",
+    "advise",
     "clear",
     "contains_marker",
     "encode",

@@ -25,6 +25,7 @@ _HF = """
 errors events reasons trace_events histogram metrics prometheus
 trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers plain_text seams chat_cuts encode prompt_checks prompts
+prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
 identity keys kv slots index requests demand plan draft starts scheduler stats
 turns sinks pools attention row_table batch layers families memory packed_step recovery runner
 collector export handover sampling generate patching
