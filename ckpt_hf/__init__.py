@@ -1,6 +1,6 @@
 """Recurrent-state checkpoints for hybrid Gated DeltaNet models in transformers."""
 
-from .advice import AdvisedBoundary, Advice
+from .advice import Advice, AdvisedBoundary
 from .advise import advise
 from .config import CheckpointConfig
 from .encode import encode, encode_chat

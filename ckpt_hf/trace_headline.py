@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .trace_runs import RequestRow, Run
+from .run_record import RequestRow, Run
 
 _FULL = 0.9
 

@@ -7,9 +7,9 @@ from textwrap import fill
 from typing import Any
 
 from .errors import CheckpointRuntimeError
+from .run_record import PhaseName, Run
 from .trace_headline import amount, headline, seconds
 from .trace_rows import MAX_ROWS, draw_rows
-from .trace_runs import PhaseName, Run
 
 COLOURS: dict[PhaseName, str] = {
     "queued": "#dcdcdc",

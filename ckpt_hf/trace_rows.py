@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from .run_record import Phase, RequestRow, Run, Wait
 from .trace_headline import seconds
-from .trace_runs import Phase, RequestRow, Run, Wait
 
 MAX_ROWS = 300
 _LABELLED_ROWS = 70

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .reasons import Reason
+from .run_record import Run
 from .trace_headline import amount, headline, quantile, seconds, why_waited
-from .trace_runs import Run
 
 _LISTED = 10
 

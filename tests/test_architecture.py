@@ -23,10 +23,11 @@ blocks launch_conv launch_attention launch attention schema api __init__ testing
 """
 _HF = """
 errors events reasons trace_events histogram metrics prometheus
-trace_runs trace_headline trace_text trace_rows trace_picture trace
+run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers plain_text seams chat_cuts encode prompt_checks prompts
 prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
-identity keys kv slots index requests demand plan draft starts scheduler stats
+identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
+draft starts holdings narrator lifecycle scheduler stats
 turns sinks pools attention row_table batch layers families memory packed_step recovery runner
 collector export handover sampling generate patching
 outputs handles request_settings request_sampling submissions step_loop engine __init__
@@ -35,8 +36,9 @@ demo.embedded demo.compare demo.report __main__
 """
 _WITHOUT_TORCH = """
 errors events reasons trace_events histogram metrics prometheus
-trace_runs trace_headline trace_text trace_rows trace_picture trace
-config markers keys kv slots index requests demand plan draft starts scheduler stats
+run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
+config markers keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues
+plan admission leases draft starts holdings narrator lifecycle scheduler stats
 """
 
 ORDER = {"ckpt_ops": _OPS.split(), "ckpt_hf": _HF.split()}

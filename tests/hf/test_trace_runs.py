@@ -16,11 +16,12 @@ from rich.console import Console
 from ckpt_hf import trace
 from ckpt_hf.errors import CheckpointRuntimeError
 from ckpt_hf.events import FIELDS, Event
+from ckpt_hf.run_record import Run
 from ckpt_hf.trace_events import TimedEvent, TraceWriter
 from ckpt_hf.trace_headline import amount, headline, quantile, seconds, why_waited
 from ckpt_hf.trace_picture import draw
 from ckpt_hf.trace_rows import MAX_ROWS
-from ckpt_hf.trace_runs import Run, read_run
+from ckpt_hf.trace_runs import read_run
 from ckpt_hf.trace_text import print_summary
 
 from .event_script import ManyAnchors, Script, producer_and_consumer
