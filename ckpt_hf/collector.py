@@ -9,6 +9,7 @@ from torch import Tensor
 from .errors import CheckpointRuntimeError
 from .requests import Request
 from .runner import ModelRunner
+from .steps import run_step
 
 
 class Collector:
@@ -38,7 +39,7 @@ class Collector:
             with self._runner.lock:
                 # Another thread's step may have served the rest while this one waited for its turn.
                 waiting = self._error is None and any(request not in self._logits for request in requests)
-                if waiting and not self._runner.step():
+                if waiting and not run_step(self._runner):
                     raise CheckpointRuntimeError(
                         "no progress: the requests of this call wait for something that nobody computes"
                     )

@@ -13,6 +13,7 @@ from rich.progress import track
 
 from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
+from .events import EventSinks
 from .handles import Handle
 from .outputs import GenerationOutput
 from .patching import patch, unpatch
@@ -81,6 +82,11 @@ class Engine:
             self._runner.engine = self._loop
         self._loop.start()
         _open_engines.add(self)
+
+    @property
+    def events(self) -> EventSinks:
+        """Where to add a listener of what the scheduler and the steps do."""
+        return self._runner.events
 
     def submit(
         self,

@@ -53,6 +53,11 @@ class StepMemory:
         self.states.reserve(self.slots.high_water)
         self.kv.reserve(self.kv_rows.high_water)
 
+    def trim(self) -> None:
+        """Let the next :meth:`reserve` ask for no more than what is owned now."""
+        self.slots.trim()
+        self.kv_rows.trim()
+
     def release_slack(self) -> None:
         """Shrink the pools when they hold more memory for nobody than the checkpoints may use; no request may exist."""
         slack = (self.states.num_slots - self.slots.used) * self.states.bytes_per_slot

@@ -53,7 +53,10 @@ class StatePools:
     def reserve(self, num_slots: int) -> None:
         """Make room for ``num_slots`` slots."""
         if num_slots > self.num_slots:
-            self._resize(_grown(self.num_slots, num_slots), None)
+            try:
+                self._resize(_grown(self.num_slots, num_slots), None)
+            except torch.OutOfMemoryError:
+                self._resize(num_slots, None)
 
     def compact(self, old_slots: Sequence[int]) -> None:
         """Keep only ``old_slots``, as slots 0, 1, 2, ..."""
@@ -102,7 +105,10 @@ class KVPools:
     def reserve(self, num_rows: int) -> None:
         """Make room for ``num_rows`` tokens."""
         if num_rows > self.num_rows:
-            self._resize(_grown(self.num_rows, num_rows), None)
+            try:
+                self._resize(_grown(self.num_rows, num_rows), None)
+            except torch.OutOfMemoryError:
+                self._resize(num_rows, None)
 
     def compact(self, old_rows: Sequence[int]) -> None:
         """Keep only ``old_rows``, as rows 0, 1, 2, ..."""

@@ -8,7 +8,7 @@ from .draft import STATE_CHUNK_TOKENS
 from .memory import StepMemory
 from .packed_step import requests_of
 from .plan import StepPlan
-from .requests import Request, RequestStatus
+from .requests import Request
 from .scheduler import Scheduler
 
 
@@ -37,26 +37,22 @@ class Recovery:
     def make_room(self, memory: StepMemory, plan: StepPlan) -> Request | None:
         """After the undone step ``plan``: give up what costs least.
 
-        First the checkpoints that nobody needs, then half of the tokens of a step, then a running request's place.
+        First the checkpoints that nobody needs, then half of the tokens of a step, then a request.
 
         Returns:
-            A request that must end because it found no memory alone; None when trying again can help.
+            A request that must end; None when trying again can help.
         """
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        scheduler = memory.scheduler
+        scheduler, victim = memory.scheduler, None
+        # A request that waits holds no memory, so what the step took beyond the pools is free again.
         if not self._evicted and len(memory.index):
             self._evicted = True
             memory.index.clear()
-            return None
-        tokens = min(plan.num_tokens, scheduler.max_batch_tokens)
-        if plan.pieces and tokens > STATE_CHUNK_TOKENS:
+        elif (tokens := min(plan.num_tokens, scheduler.max_batch_tokens)) > STATE_CHUNK_TOKENS and plan.pieces:
             self._budget = self._budget or scheduler.max_batch_tokens
             scheduler.max_batch_tokens = max(STATE_CHUNK_TOKENS, tokens // 2)
-            return None
-        served = sorted(requests_of(plan), key=lambda r: (r.priority, -r.request_id))
-        running = [r for r in scheduler.requests if r.status in (RequestStatus.PREFILL, RequestStatus.DECODE)]
-        if len(running) > 1 and running[0] not in served[:1]:
-            scheduler.preempt(min(running, key=lambda r: (r.priority, -r.request_id)))
-            return None
-        return served[0]
+        else:
+            victim = min(requests_of(plan), key=lambda r: (r.priority, -r.request_id))
+        memory.trim()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return victim

@@ -1,8 +1,4 @@
-"""What outlives a call of a patched model: its checkpoints, its scheduler, and the steps that all callers share.
-
-Whoever needs progress takes the lock and runs a step: a ``generate`` call for itself, an engine for its handles. A step
-serves the requests of all of them, and hands each one's logits to its sink.
-"""
+"""What outlives a call of a patched model: its checkpoints, its scheduler, and everybody's requests."""
 
 from __future__ import annotations
 
@@ -12,16 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
+from .events import EventSinks
 from .identity import adapters_identity, weights_identity
 from .keys import checkpoint_keys
 from .memory import StepMemory
-from .packed_step import requests_of, run_plan
-from .plan import StepPlan
 from .recovery import Recovery, is_device_failure
 from .requests import Request
 from .sinks import LogitsSink, SinkTable
@@ -32,7 +24,7 @@ RUNNER_ATTRIBUTE = "_ckpt_hf_runner"
 
 
 class ModelRunner:
-    """Checkpoints of one model and the steps that make and use them.
+    """Checkpoints of one model, and the requests that make and use them.
 
     ``call_lock`` lets one ``generate`` call at a time in; hold it round a call. ``lock`` guards everything below it;
     hold it round a step and round any look at requests, and take it last. A call may be made within another one of the
@@ -51,15 +43,16 @@ class ModelRunner:
         self.call_lock = threading.RLock()
         self.lock = TurnLock()
         self.stats = CheckpointStats()
+        self.events = EventSinks()
         self.engine: Any = None
         self.broken: BaseException | None = None
         self.started = False
         self._ids = itertools.count()
-        self._running = False
+        self.running = False
         self._placement: tuple[Any, Any] | None = None
         self._weights = b""
-        self._sinks = SinkTable()
-        self._recovery = Recovery()
+        self.sinks = SinkTable()
+        self.recovery = Recovery()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRunner:
         """The runner of a copied model starts with no checkpoints: states are never shared between models."""
@@ -75,7 +68,7 @@ class ModelRunner:
         Raises:
             CheckpointRuntimeError: this thread is running a step of the model.
         """
-        self._refuse_within_step()
+        self.refuse_within_step()
         with self.call_lock:
             with self.lock:
                 self.start()
@@ -88,7 +81,7 @@ class ModelRunner:
             CheckpointRuntimeError: the model runs, its device has failed, or it has moved or changed its dtype within
                 a call.
         """
-        self._refuse_within_step()
+        self.refuse_within_step()
         if self.broken is not None:
             raise CheckpointRuntimeError(
                 f"the device failed in an earlier step and nothing on it can be trusted; start a new process: "
@@ -99,7 +92,7 @@ class ModelRunner:
             return
         self.refuse_within_call("move the model or change its dtype")
         self._placement = placement
-        self.memory = StepMemory(self.model, self.config)
+        self.memory = StepMemory(self.model, self.config, self.events)
         self.states, self.kv, self.slots = self.memory.states, self.memory.kv, self.memory.slots
         self.kv_rows, self.index = self.memory.kv_rows, self.memory.index
         self.scheduler, self.builder = self.memory.scheduler, self.memory.builder
@@ -128,15 +121,16 @@ class ModelRunner:
 
     def refuse_within_call(self, action: str) -> None:
         """Raise CheckpointRuntimeError while any call or engine has requests."""
-        if self.started and len(self._sinks):
+        if self.started and len(self.sinks):
             raise CheckpointRuntimeError(f"cannot {action} within a generate call of the same model")
 
-    def _refuse_within_step(self) -> None:
-        if self._running and self.lock.held:
+    def refuse_within_step(self) -> None:
+        """Raise CheckpointRuntimeError while this thread runs a step."""
+        if self.running and self.lock.held:
             raise CheckpointRuntimeError("cannot run the model within its own forward")
 
     @contextlib.contextmanager
-    def _bookkeeping(self) -> Iterator[None]:
+    def bookkeeping(self) -> Iterator[None]:
         """Who owns what is unknown after an interrupt between two of its steps, so all checkpoints are given up."""
         try:
             yield
@@ -144,14 +138,14 @@ class ModelRunner:
             raise
         except BaseException as error:
             self.started = False
-            self._lose(self._sinks.requests, error)
+            self.lose(self.sinks.requests, error)
             raise
 
     def add(self, request: Request, sink: LogitsSink) -> None:
         """Take a request in; steps run it, and ``sink`` gets its logits."""
-        with self.lock, self._bookkeeping():
+        with self.lock, self.bookkeeping():
             self.scheduler.add(request)
-            self._sinks.add(request, sink)
+            self.sinks.add(request, sink)
 
     def feed(self, request: Request, token: int) -> None:
         """Append a request's next token, to be computed by a coming step."""
@@ -161,9 +155,9 @@ class ModelRunner:
     def end(self, request: Request, reason: str = "cancelled") -> None:
         """End a request in whatever state it is."""
         with self.lock:
-            self._sinks.remove(request)
+            self.sinks.remove(request)
             if self.started:  # else an interrupt has ended everything
-                with self._bookkeeping():
+                with self.bookkeeping():
                     self.scheduler.finish(request, reason)
 
     def finish(self, requests: Sequence[Request]) -> None:
@@ -175,66 +169,19 @@ class ModelRunner:
 
     def release_slack(self) -> None:
         """Give back memory that nobody needs, if nobody has requests."""
-        with self.lock, self._bookkeeping():
-            if self.started and not len(self._sinks):
+        with self.lock, self.bookkeeping():
+            if self.started and not len(self.sinks):
                 self.memory.release_slack()
 
-    def step(self) -> bool:
-        """Run one step for whoever has work and hand out its logits; False when there is nothing to do.
-
-        A step that fails ends the requests that were in it, with the error told to their sinks; where memory was
-        short, it is tried again with less (``recovery.py``). An interrupt is raised, with the step undone.
-        """
-        with self.lock:
-            self._refuse_within_step()
-            with self._bookkeeping():
-                plan = self.scheduler.plan_step() if self.started else None
-            if plan is None:
-                return False
-            self._running = True
-            try:
-                result = self._execute(plan)
-                if result is not None:
-                    self._sinks.hand_out(result, self._lose)
-            finally:
-                self._running = False
-            return True
-
-    def _execute(self, plan: StepPlan) -> dict[Request, Tensor] | None:
-        try:
-            result = run_plan(self.model, self.memory, plan)
-        except BaseException as error:
-            with self._bookkeeping():
-                self.scheduler.rollback(plan)
-            if not isinstance(error, Exception):
-                raise
-            self._handle_failure(plan, error)
-            return None
-        self._recovery.succeeded(self.scheduler)
-        with self._bookkeeping():
-            self.scheduler.commit(plan)
-        self.stats.prefill_steps += bool(plan.pieces)
-        self.stats.decode_steps += bool(plan.decodes)
-        return result
-
-    def _handle_failure(self, plan: StepPlan, error: Exception) -> None:
-        """The step has been undone; end those that cannot go on."""
-        if isinstance(error, torch.OutOfMemoryError):
-            with self._bookkeeping():
-                victim = self._recovery.make_room(self.memory, plan)
-            self._lose([] if victim is None else [victim], error)
-        else:
-            self._lose(requests_of(plan), error)
-
-    def _lose(self, requests: Sequence[Request], error: BaseException) -> None:
+    def lose(self, requests: Sequence[Request], error: BaseException) -> None:
         """End requests because of ``error``: all of them where the device has failed."""
         if is_device_failure(error):
             self.broken = error
-            requests = self._sinks.requests
+            requests = self.sinks.requests
         for request in requests:
             if self.started and self.broken is None:
                 self.scheduler.finish(request, "failed")
-        self._sinks.lose(requests, error)
+        self.sinks.lose(requests, error)
 
 
 def runner_of(model: Any) -> ModelRunner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from .request_sampling import Choice, TokenChooser, choose_tokens
 from .requests import Request
 from .runner import ModelRunner
 from .stats import report_row
+from .steps import run_step
 from .submissions import Submission
 
 _ADMITTED_A_STEP = 256
@@ -160,8 +162,9 @@ class StepLoop:
         runner = self._runner
         with runner.lock:
             self._end_cancelled()
+            self._start()
             self._admit()
-            progressed = runner.step()
+            progressed = run_step(runner)
             idle = not self._entries and not progressed
             if idle:
                 runner.release_slack()
@@ -170,16 +173,19 @@ class StepLoop:
         if progressed or self._inbox:
             self.poke()
 
-    def _admit(self) -> None:
-        if not self._inbox:
-            return
+    def _start(self) -> None:
+        """See to it that the pools suit the model, at the cost of what runs if it has moved."""
         try:
             self._runner.start()
-            identity = self._runner.identity()
-        except Exception as error:  # the model was moved while requests run, say
-            while self._inbox:
-                self._inbox.popleft().handle._end(HandleStatus.FAILED, "failed", None, error)
+        except CheckpointRuntimeError as error:
+            self._runner.lose(list(self._entries), error)
+            with contextlib.suppress(CheckpointRuntimeError):  # until generate calls of other threads have ended too
+                self._runner.start()
+
+    def _admit(self) -> None:
+        if not self._inbox or not self._runner.started:
             return
+        identity = self._runner.identity()
         for _ in range(min(_ADMITTED_A_STEP, len(self._inbox))):
             submission = self._inbox.popleft()
             if not submission.handle.done():

@@ -29,7 +29,7 @@ prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice a
 identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
 draft starts holdings narrator lifecycle scheduler stats
 turns sinks pools attention row_table batch layers families memory packed_step recovery runner
-collector export handover sampling generate patching
+steps collector export handover sampling generate patching
 outputs handles request_settings request_sampling submissions step_loop engine __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
 demo.embedded demo.compare demo.report __main__

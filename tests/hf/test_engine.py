@@ -215,15 +215,16 @@ def test_map_reads_an_encoded_batch(engine: Engine) -> None:
 
 
 def test_leaving_imap_cancels_the_rest(engine: Engine, model: Any) -> None:
-    results = engine.imap(([7, 8, 9] for _ in itertools.count()), max_new_tokens=200, in_flight=16)
-    assert len(next(results).generated_tokens) == 200
+    prompts = itertools.chain([[7] * 295], itertools.repeat([7, 8, 9]))
+    results = engine.imap(prompts, max_length=300, in_flight=16)
+    assert len(next(results).generated_tokens) == 5
     results.close()
     handle = engine.submit([5], max_new_tokens=1)
     handle.result(60)
     deadline = time.monotonic() + 60
     while len(model.__dict__["_ckpt_hf_runner"].scheduler.requests) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ckpt_hf.stats(model).generated_tokens < 16 * 200
+    assert ckpt_hf.stats(model).generated_tokens < 15 * 290
 
 
 def test_an_idle_engine_starts_again() -> None:
@@ -236,7 +237,7 @@ def test_an_idle_engine_starts_again() -> None:
 
 def test_one_engine_a_model_and_its_settings() -> None:
     with patched_model() as model:
-        with pytest.raises(CheckpointValueError, match="cache_bytes.* must be None for a patched model"):
+        with pytest.raises(CheckpointValueError, match=r"cache_bytes.* must be None for a patched model"):
             Engine(model, cache_bytes=1)
         with Engine(model):
             with pytest.raises(CheckpointRuntimeError, match="already has a running engine"):

@@ -1,0 +1,79 @@
+"""One step of a patched model, for all who have requests.
+
+Whoever needs progress takes the runner's lock and runs a step: a ``generate`` call for itself, an engine for its
+handles. A step serves the requests of all of them, and hands each one's logits to its sink.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .events import Event, EventKind
+from .packed_step import requests_of, run_plan
+from .plan import StepPlan
+from .requests import Request
+from .runner import ModelRunner
+
+
+def run_step(runner: ModelRunner) -> bool:
+    """Plan a step, run it and hand out its logits; False when there is nothing to do.
+
+    A step that fails ends the requests that were in it, with the error told to their sinks; where memory was short, it
+    is tried again with less (``recovery.py``). An interrupt is raised, with the step undone.
+    """
+    with runner.lock:
+        runner.refuse_within_step()
+        with runner.bookkeeping():
+            plan = runner.scheduler.plan_step() if runner.started else None
+        if plan is None:
+            return False
+        runner.running = True
+        begin = time.perf_counter()
+        _tell(runner, "step", phase="begin", tokens=plan.num_tokens)
+        try:
+            logits = _execute(runner, plan)
+            if logits is not None:
+                runner.sinks.hand_out(logits, runner.lose)
+        finally:
+            runner.running = False
+            _tell(runner, "step", phase="end", tokens=plan.num_tokens, seconds=time.perf_counter() - begin)
+        return True
+
+
+def _execute(runner: ModelRunner, plan: StepPlan) -> dict[Request, Tensor] | None:
+    """The logits of a step that has been committed; None when it was undone."""
+    try:
+        logits = run_plan(runner.model, runner.memory, plan)
+    except BaseException as error:
+        with runner.bookkeeping():
+            runner.scheduler.rollback(plan)
+        if not isinstance(error, Exception):
+            raise
+        _handle_failure(runner, plan, error)
+        return None
+    runner.recovery.succeeded(runner.scheduler)
+    with runner.bookkeeping():
+        runner.scheduler.commit(plan)
+    runner.stats.prefill_steps += bool(plan.pieces)
+    runner.stats.decode_steps += bool(plan.decodes)
+    return logits
+
+
+def _handle_failure(runner: ModelRunner, plan: StepPlan, error: Exception) -> None:
+    """The step has been undone; end those that cannot go on."""
+    _tell(runner, "failed", error=repr(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        with runner.bookkeeping():
+            victim = runner.recovery.make_room(runner.memory, plan)
+        runner.lose([] if victim is None else [victim], error)
+    else:
+        runner.lose(requests_of(plan), error)
+
+
+def _tell(runner: ModelRunner, kind: EventKind, **data: Any) -> None:
+    if runner.events and runner.started:
+        runner.events(Event(kind, runner.scheduler.step, None, data))
