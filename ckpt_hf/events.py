@@ -76,8 +76,8 @@ class Event:
     decode      None    ``count`` of rows that get one token in this step, optional ``requests`` (list of ids)
     preempted   whose   ``position`` that it had reached; it waits again
     finished    whose   ``reason`` (eos, length, stop, cancelled, failed, shutdown, ...), optional ``generated``
-    failed      whose   ``error`` (text); None when a whole step failed
-    step        None    ``phase`` (begin, end), ``tokens`` computed; ``seconds`` at the end
+    failed      whose   ``error`` (text); request None: of a whole step
+    step        None    ``phase`` (begin, end), ``tokens``: planned at the begin, committed at the end (0: it failed)
     slots       None    ``used``, ``bytes`` held by checkpoints and running requests; once a step
     =========== ======= =====================================================================================
 

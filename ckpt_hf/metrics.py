@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .events import Event
@@ -64,6 +64,16 @@ class _Live:
     answered: bool = False
 
 
+@dataclass(slots=True)
+class _Step:
+    """What a step will have done if it commits."""
+
+    begin: float
+    prefill: int = 0
+    decode: int = 0
+    answers: list[_Live] = field(default_factory=list)
+
+
 class Metrics:
     """A sink of events; thread-safe, and constant in memory but for the requests that have not ended.
 
@@ -79,7 +89,7 @@ class Metrics:
         self.gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
         self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._live: dict[int, _Live] = {}
-        self._planned: dict[int, tuple[int, int, list[int]]] = {}
+        self._steps: dict[int, _Step] = {}
         self._handlers: dict[str, Callable[[Event], None]] = {
             "submitted": self._submitted,
             "deferred": self._deferred,
@@ -165,16 +175,14 @@ class Metrics:
             self._count("hits" if live.cached else "misses")
 
     def _piece(self, event: Event) -> None:
-        tokens, decoded, done = self._planned.get(event.step, (0, 0, []))
+        step = self._steps.setdefault(event.step, _Step(self._clock()))
+        step.prefill += event.data["stop"] - event.data["start"]
         live = self._of(event)
         if live is not None and not live.answered and event.data["stop"] >= live.prompt_tokens:
-            assert event.request is not None
-            done.append(event.request)
-        self._planned[event.step] = (tokens + event.data["stop"] - event.data["start"], decoded, done)
+            step.answers.append(live)
 
     def _decode(self, event: Event) -> None:
-        tokens, decoded, done = self._planned.get(event.step, (0, 0, []))
-        self._planned[event.step] = (tokens, decoded + event.data["count"], done)
+        self._steps.setdefault(event.step, _Step(self._clock())).decode += event.data["count"]
 
     def _published(self, event: Event) -> None:
         self._count("checkpoints_published")
@@ -201,25 +209,31 @@ class Metrics:
     def _failed(self, event: Event) -> None:
         if event.request is not None:
             self._count("request_errors")
-        else:
+        elif self._steps.pop(event.step, None) is not None:
             self._count("steps_failed")
-            self._planned.pop(event.step, None)
 
     def _step(self, event: Event) -> None:
-        if event.data["phase"] != "end":
+        if event.data["phase"] == "begin":
+            # Planning may have been long before, while another step ran.
+            self._steps.setdefault(event.step, _Step(0.0)).begin = self._clock()
             return
-        tokens, decoded, done = self._planned.pop(event.step, (0, 0, []))
-        for step in [step for step in self._planned if step < event.step]:
-            del self._planned[step]  # of a step that ended without a word
+        step = self._steps.pop(event.step, None)
+        for number in [number for number in self._steps if number < event.step]:
+            del self._steps[number]  # of a step that ended without a word
+        if step is None:
+            return
+        if not event.data["tokens"] and step.prefill + step.decode:
+            self._count("steps_failed")
+            return
         self._count("steps")
-        self._count("tokens_computed", tokens)
-        self._count("tokens_decoded", decoded)
-        self.histograms["step_tokens"].add(event.data["tokens"])
-        if "seconds" in event.data:
-            self.histograms["step_seconds"].add(event.data["seconds"])
-        for live in filter(None, map(self._live.get, done)):
-            self._answer(live)
-            self.histograms["first_token_seconds"].add(self._clock() - live.submitted)
+        self._count("tokens_computed", step.prefill)
+        self._count("tokens_decoded", step.decode)
+        self.histograms["step_tokens"].add(step.prefill + step.decode)
+        self.histograms["step_seconds"].add(self._clock() - step.begin)
+        for live in step.answers:
+            if not live.answered:
+                self._answer(live)
+                self.histograms["first_token_seconds"].add(self._clock() - live.submitted)
 
     def _slots(self, event: Event) -> None:
         self.gauges["slots_used"], self.gauges["bytes_used"] = event.data["used"], event.data["bytes"]

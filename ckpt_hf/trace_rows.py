@@ -76,7 +76,7 @@ def _examples(run: Run, count: int) -> list[RequestRow]:
     of_producer: Counter[int | None] = Counter()
     for wait in run.waits:
         if of_producer[wait.producer] < _EXAMPLES:
-            names = {wait.request, wait.producer} & run.rows.keys()
+            names = {n for n in (wait.request, wait.producer) if n in run.rows and n is not None}
             if len(chosen | names) > count:
                 break
             of_producer[wait.producer] += 1

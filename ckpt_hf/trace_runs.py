@@ -117,7 +117,9 @@ class _Reader:
             self.run.slots.append((at, event.data["used"], event.data["bytes"]))
             return
         if event.kind == "step" and event.data["phase"] == "end":
-            self._close_step(at, event.step, failed=False)
+            bar = self._open_steps.get(event.step)
+            planned = bar is not None and bar.prefill + bar.decode > 0
+            self._close_step(at, event.step, failed=planned and not event.data["tokens"])
             return
         bar = self._open_steps.setdefault(event.step, StepBar(event.step, at, at))
         if event.kind == "step":

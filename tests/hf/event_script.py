@@ -44,10 +44,7 @@ class Script:
             self.emit("decode", count=len(decode), requests=list(decode))
         self.emit("step", phase="begin", tokens=tokens)
         self.now += seconds
-        if fails:
-            self.emit("failed", error="out of memory")
-        else:
-            self.emit("step", phase="end", tokens=tokens, seconds=seconds)
+        self.emit("step", phase="end", tokens=0 if fails else tokens)
         self.step += 1
 
 

@@ -103,6 +103,17 @@ def test_a_failed_step_counts_nothing_and_its_lost_checkpoint_saves_nothing() ->
     assert run.values["misses"] == 1
 
 
+def test_a_step_that_is_said_to_have_failed_is_counted_once() -> None:
+    run = Run()
+    script = run.script
+    script.emit("step", phase="begin", tokens=8)
+    script.emit("piece", 0, start=0, stop=8, slot=0)
+    script.emit("failed", error="out of memory")
+    script.emit("step", phase="end", tokens=0)
+    script.emit("step", phase="end", tokens=0)
+    assert (run.values["steps"], run.values["steps_failed"], run.values["tokens_computed"]) == (0, 1, 0)
+
+
 def test_a_preempted_request_saves_no_more_than_at_first() -> None:
     run = Run()
     script = run.script
@@ -131,7 +142,7 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
         run.script.emit("started", request, position=0, cached=0)
         run.script.run(0.1, (request, 0, 4))
         run.script.emit("finished", request, reason="eos")
-    assert not run.metrics._live and not run.metrics._planned
+    assert not run.metrics._live and not run.metrics._steps
 
 
 def test_threads_count_every_event() -> None:
