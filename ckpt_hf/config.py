@@ -21,6 +21,7 @@ class CheckpointConfig:
         max_batch_tokens: prompt tokens that one packed forward may carry. Longer prompts run in several forwards.
         state_dtype: dtype of the stored recurrent states. One rounding of a state to bfloat16 moves the logits of a
             bfloat16 model by about as much as a whole extra layer of rounding, so float32 is the default.
+        decode_graphs: on a GPU, replay decode steps as CUDA graphs, one for each of some batch sizes.
         verify: compare a packed forward of a few tokens with the unpatched model when patching.
 
     Raises:
@@ -31,6 +32,7 @@ class CheckpointConfig:
     cache_slots: int | None = None
     max_batch_tokens: int = 16384
     state_dtype: str = "float32"
+    decode_graphs: bool = True
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -41,7 +43,8 @@ class CheckpointConfig:
         tokens = self.max_batch_tokens
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise CheckpointValueError(f"max_batch_tokens must be an int >= 1, got {tokens!r}")
-        if not isinstance(self.verify, bool):
-            raise CheckpointValueError(f"verify must be True or False, got {self.verify!r}")
+        for name in ("decode_graphs", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise CheckpointValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.state_dtype not in _STATE_DTYPES:
             raise CheckpointValueError(f"state_dtype must be one of {_STATE_DTYPES}, got {self.state_dtype!r}")

@@ -9,6 +9,7 @@ import torch
 from .attention import varlen_supported
 from .batch import BatchBuilder
 from .config import CheckpointConfig
+from .decode_graphs import DecodeGraphs
 from .events import Emit
 from .families import find_layers
 from .index import CheckpointIndex, CheckpointLimits
@@ -47,6 +48,9 @@ class StepMemory:
         self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, config.max_batch_tokens, emit)
         head_dims = {shape[-1] for shape in shapes.kv.values()}
         self.builder = BatchBuilder(device, all(varlen_supported(device, dtype, d) for d in head_dims))
+        self.graphs: DecodeGraphs | None = None
+        if config.decode_graphs and device.type == "cuda" and self.builder.row_table is not None:
+            self.graphs = DecodeGraphs(model, self.states, self.kv, self.builder.row_table, capture=True)
 
     def reserve(self) -> None:
         """Make the pools as large as their owners' numbers say."""

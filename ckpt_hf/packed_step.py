@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .batch import decode_pieces
-from .layers import PackedCache
+from .decode_graphs import forward
 from .memory import StepMemory
 from .plan import StepPlan
 from .requests import Request
@@ -29,17 +29,7 @@ def run_plan(model: Any, memory: StepMemory, plan: StepPlan) -> dict[Request, Te
     rows: dict[int, Tensor] = {}
     results: dict[Request, Tensor] = {}
     if plan.num_tokens:
-        batch = memory.builder.build(plan, memory.states.num_slots)
-        output = model(
-            input_ids=batch.token_ids,
-            position_ids=batch.positions,
-            attention_mask={"full_attention": None, "linear_attention": None},
-            cache=PackedCache(batch, memory.states, memory.kv),
-            use_cache=True,
-            logits_to_keep=batch.logits_columns,
-            return_dict=True,
-        )
-        logits = output.logits[0]
+        logits = _logits(model, memory, plan)
         prompts = len(logits) - len(plan.decodes)
         rows = dict(zip(plan.logits_pieces, logits[:prompts], strict=True))
         results = dict(zip((p.request for p in decode_pieces(plan)), logits[prompts:], strict=True))
@@ -52,3 +42,13 @@ def run_plan(model: Any, memory: StepMemory, plan: StepPlan) -> dict[Request, Te
         checkpoint = wanted.checkpoint
         results[wanted.request] = rows[wanted.piece] if checkpoint is None else checkpoint.logits  # type: ignore[index]
     return results
+
+
+def _logits(model: Any, memory: StepMemory, plan: StepPlan) -> Tensor:
+    """Logits ``[L, V]`` of the pieces that want them and then of the decode tokens."""
+    if memory.graphs is not None and not plan.pieces:
+        logits = memory.graphs.run(decode_pieces(plan))
+        if logits is not None:
+            return logits
+    batch = memory.builder.build(plan, memory.states.num_slots)
+    return forward(model, batch, memory.states, memory.kv)

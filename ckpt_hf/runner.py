@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .audit import Auditor
 from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
 from .events import EventSinks
@@ -44,6 +45,7 @@ class ModelRunner:
         self.lock = TurnLock()
         self.stats = CheckpointStats()
         self.events = EventSinks()
+        self.auditor: Auditor | None = None
         self.engine: Any = None
         self.broken: BaseException | None = None
         self.started = False
@@ -104,7 +106,10 @@ class ModelRunner:
         if weights != self._weights:
             self.index.clear()
             self._weights = weights
-        return weights + adapters_identity(self.model)
+        identity = weights + adapters_identity(self.model)
+        if self.memory.graphs is not None:
+            self.memory.graphs.identity = identity
+        return identity
 
     def new_request(
         self,

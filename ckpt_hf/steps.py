@@ -6,13 +6,10 @@ handles. A step serves the requests of all of them, and hands each one's logits 
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .events import Event, EventKind
+from .events import Event
 from .packed_step import requests_of, run_plan
 from .plan import StepPlan
 from .requests import Request
@@ -32,15 +29,13 @@ def run_step(runner: ModelRunner) -> bool:
         if plan is None:
             return False
         runner.running = True
-        begin = time.perf_counter()
-        _tell(runner, "step", phase="begin", tokens=plan.num_tokens)
         try:
             logits = _execute(runner, plan)
             if logits is not None:
+                _audit(runner, logits)
                 runner.sinks.hand_out(logits, runner.lose)
         finally:
             runner.running = False
-            _tell(runner, "step", phase="end", tokens=plan.num_tokens, seconds=time.perf_counter() - begin)
         return True
 
 
@@ -65,7 +60,7 @@ def _execute(runner: ModelRunner, plan: StepPlan) -> dict[Request, Tensor] | Non
 
 def _handle_failure(runner: ModelRunner, plan: StepPlan, error: Exception) -> None:
     """The step has been undone; end those that cannot go on."""
-    _tell(runner, "failed", error=repr(error))
+    runner.events(Event("failed", runner.scheduler.step, None, {"error": repr(error)}))
     if isinstance(error, torch.OutOfMemoryError):
         with runner.bookkeeping():
             victim = runner.recovery.make_room(runner.memory, plan)
@@ -74,6 +69,7 @@ def _handle_failure(runner: ModelRunner, plan: StepPlan, error: Exception) -> No
         runner.lose(requests_of(plan), error)
 
 
-def _tell(runner: ModelRunner, kind: EventKind, **data: Any) -> None:
-    if runner.events and runner.started:
-        runner.events(Event(kind, runner.scheduler.step, None, data))
+def _audit(runner: ModelRunner, logits: dict[Request, Tensor]) -> None:
+    if runner.auditor is not None:
+        states = runner.memory.states
+        runner.auditor.check(logits.items(), states, lambda request, error: runner.lose([request], error))
