@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -43,12 +43,15 @@ class TraceWriter:
     Args:
         path: file to write; one that exists is replaced.
         buffered_events: events that may wait for the disk.
+        on_close: called once when it is closed, to stop its events.
 
     Raises:
         CheckpointValueError: ``path`` cannot be opened, or ``buffered_events`` is below 1.
     """
 
-    def __init__(self, path: str | Path, buffered_events: int = 65536) -> None:
+    def __init__(
+        self, path: str | Path, buffered_events: int = 65536, on_close: Callable[[TraceWriter], None] | None = None
+    ) -> None:
         if buffered_events < 1:
             raise CheckpointValueError(f"buffered_events must be at least 1, got {buffered_events}")
         self.path = Path(path)
@@ -57,6 +60,7 @@ class TraceWriter:
         except OSError as error:
             raise CheckpointValueError(f"path {str(path)!r} cannot be written: {error}") from error
         self._capacity = buffered_events
+        self._on_close = on_close
         self._queue: SimpleQueue[tuple[float, Event] | None] = SimpleQueue()
         self._lost = 0
         self._closed = False
@@ -79,6 +83,9 @@ class TraceWriter:
 
     def close(self, timeout: float = 10.0) -> None:
         """Write what waits and close the file; gives up after ``timeout`` seconds. May be called again."""
+        if self._on_close is not None:
+            self._on_close(self)
+            self._on_close = None
         if not self._closed:
             self._closed = True
             self._queue.put(None)
