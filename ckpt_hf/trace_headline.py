@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from .run_record import RequestRow, Run
 
 _FULL = 0.9
+_CHUNK = 64
+"""Tokens below which what is left of a step is of no use to a prompt: pieces are cut on the grid of the recurrence."""
 
 
 def seconds(value: float) -> str:
@@ -68,7 +70,7 @@ def _why_not_admitted(run: Run, start: float, stop: float, preempted: bool) -> s
     """The steps that ran meanwhile tell: full ones left no tokens, others were held back by slots or memory."""
     meanwhile = [bar for bar in run.steps if bar.start < stop and bar.stop > start]
     most = max((bar.prefill + bar.decode for bar in run.steps), default=0)
-    full = sum(bar.prefill + bar.decode >= _FULL * most for bar in meanwhile)
+    full = sum(bar.prefill + bar.decode > min(_FULL * most, most - _CHUNK) for bar in meanwhile)
     lead = "preempted, then " if preempted else ""
     if not meanwhile:
         return f"{lead}the next step to be planned"

@@ -12,6 +12,7 @@ from .trace_headline import seconds
 MAX_ROWS = 300
 _LABELLED_ROWS = 70
 _EXAMPLES = 3
+_SAME_TIME = 0.004
 _GLYPH = 0.0062  # width of a character of a bar's label, as a share of the axis
 _ENDED_WELL = ("eos", "length", "stop", "finished", "done", "prefilled")
 
@@ -115,31 +116,37 @@ def _texts(row: RequestRow, phase: Phase) -> list[str]:
         missed = sorted(row.missed.items(), reverse=True)[:1]
         return [*(f"{computed} (boundary at {at:,}: {why})" for at, why in missed), computed, f"{row.computed:,}"]
     if phase.name == "decode":
-        return [f"{row.generated:,} tokens", f"{row.generated:,}"] if row.generated is not None else []
+        return [f"{row.generated:,} decoded", f"{row.generated:,}"] if row.generated is not None else []
     return [f"{phase.name} {took}", took]
 
 
 def _draw_waits(axis: Any, waits: list[Wait], place: dict[int, int], scale: float, end: float) -> None:
-    """One line a Producer, down from its row at the time when the checkpoint was ready, and an arrow to each waiter."""
+    """A line down from the Producer's row at the time when others could go on, with an arrow head at each of them."""
     labelled = len(place) <= _LABELLED_ROWS
-    groups: dict[tuple[int, str], list[Wait]] = {}
-    for wait in waits:
-        if wait.producer in place and wait.seconds > 0:
-            groups.setdefault((wait.producer, wait.key), []).append(wait)
-    style: dict[str, Any] = {"color": "#b35900", "linewidth": 1, "zorder": 4}
-    for (producer, _), members in groups.items():
-        at = min(wait.stop for wait in members) * scale
-        rows = [place[wait.request] for wait in members] + [place[producer]]
-        axis.plot([at, at], [min(rows), max(rows)], **style)
-        for wait in members:
-            y, size = place[wait.request], 4 if labelled else 2
-            axis.plot([at, wait.stop * scale], [y, y], marker=">", markersize=size, markevery=[1], **style)
+    style: dict[str, Any] = {"color": "#b35900", "zorder": 4, "linewidth": 1, "markersize": 4 if labelled else 2}
+    for members in _together(waits, place, _SAME_TIME * end):
+        producer, at = members[0].producer, max(wait.stop for wait in members) * scale
+        assert producer is not None
+        rows = [place[wait.request] for wait in members]
+        axis.plot([at, at], [min(*rows, place[producer]), max(*rows, place[producer])], **style)
+        axis.plot([at] * len(rows), rows, marker=">", **(style | {"linewidth": 0}))
         if not labelled and len(members) > 3:
             text = f"  {len(members)} waited up to {seconds(max(w.seconds for w in members))} for #{producer}"
-            side = {"ha": "left"} if at < 0.7 * end * scale else {"ha": "right"}
-            axis.text(
-                at, max(rows) - 1, text, va="center", fontsize=7, color="#6e3600", zorder=6, **side, **_on_light()
-            )
+            place_text = {"ha": "left" if at < 0.7 * end * scale else "right", "va": "center", "zorder": 6}
+            axis.text(at, max(rows) - 1, text, fontsize=7, color="#6e3600", **place_text, **_on_light())
+
+
+def _together(waits: list[Wait], place: dict[int, int], gap: float) -> list[list[Wait]]:
+    """Waits for the same checkpoint that ended at the same time, but for ``gap`` from one to the next."""
+    groups: list[list[Wait]] = []
+    drawn = [wait for wait in waits if wait.producer in place and wait.seconds > 0]
+    for wait in sorted(drawn, key=lambda w: (w.producer or 0, w.key, w.stop)):
+        last = groups[-1][-1] if groups else None
+        if last and (last.producer, last.key) == (wait.producer, wait.key) and wait.stop - last.stop <= gap:
+            groups[-1].append(wait)
+        else:
+            groups.append([wait])
+    return groups
 
 
 def _on_light() -> dict[str, Any]:

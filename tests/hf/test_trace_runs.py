@@ -255,20 +255,28 @@ class TestPicture:
     ) -> None:
         from matplotlib.axes import Axes
 
-        arrows, ticks = [], []
+        heads: list[float] = []
+        diamonds: list[float] = []
+        ticks: list[range] = []
         plot, set_yticks = Axes.plot, Axes.set_yticks
-        monkeypatch.setattr(
-            Axes, "plot", lambda self, *a, **k: (arrows.append(k.get("marker")), plot(self, *a, **k))[1]
-        )
-        monkeypatch.setattr(
-            Axes, "set_yticks", lambda self, t, *a, **k: (ticks.append(t), set_yticks(self, t, *a, **k))[1]
-        )
+
+        def note_plot(self: Any, *args: Any, **kwargs: Any) -> Any:
+            heads.extend(args[0] if kwargs.get("marker") == ">" else [])
+            diamonds.extend([args[0]] if kwargs.get("marker") == "D" else [])
+            return plot(self, *args, **kwargs)
+
+        def note_ticks(self: Any, at: range, *args: Any, **kwargs: Any) -> Any:
+            ticks.append(at)
+            return set_yticks(self, at, *args, **kwargs)
+
+        monkeypatch.setattr(Axes, "plot", note_plot)
+        monkeypatch.setattr(Axes, "set_yticks", note_ticks)
         script = Script()
         ManyAnchors(script, *requests).run()
         run = run_of(script)
         draw(run, tmp_path / "run.png")
-        assert arrows.count(">") == len([w for w in run.waits if w.seconds > 0])
-        assert arrows.count("D") == requests[0]
+        assert len(heads) == len([w for w in run.waits if w.seconds > 0])
+        assert len(diamonds) == requests[0]
         assert ticks[0][-1] >= len(run.rows) - ticks[0].step
 
     def test_colours_of_a_wait_and_of_its_end_are_in_the_picture(self, tmp_path: Path) -> None:
