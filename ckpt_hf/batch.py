@@ -63,8 +63,7 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, num_slots: int) -> PackedBatch:
         """The tensors of ``plan``, which must compute at least one token."""
-        prompts = () if plan.decode else plan.pieces
-        decodes = decode_pieces(plan)
+        prompts, decodes = plan.pieces, decode_pieces(plan)
         pieces = (*prompts, *decodes)
         stops = np.cumsum([p.length for p in pieces])
         token_ids = array("q")
@@ -72,8 +71,7 @@ class BatchBuilder:
             token_ids.extend(piece.request.token_ids[piece.start : piece.stop])
         positions = np.concatenate([np.arange(p.start, p.stop) for p in pieces])
         write_rows = np.concatenate([row_numbers(p.kv)[p.kv_before : p.kv_before + p.length] for p in pieces])
-        wanted = () if plan.decode else plan.logits_pieces
-        columns = stops[[*wanted, *range(len(prompts), len(pieces))]] - 1
+        columns = stops[[*plan.logits_pieces, *range(len(prompts), len(pieces))]] - 1
         lines = self.row_table.lines([p.request for p in decodes]) if self.row_table and decodes else []
         ids, pos, rows, cols, line_numbers = self._upload(np.asarray(token_ids), positions, write_rows, columns, lines)
         table = slots = None
@@ -182,8 +180,6 @@ def _by_prefix(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 def decode_pieces(plan: StepPlan) -> tuple[Piece, ...]:
     """The newest token of each decoding request as a piece, requests behind one prefix side by side."""
-    if plan.decode:
-        return plan.pieces
     rank: dict[KVSegment | None, int] = {}
     pieces = []
     for request in plan.decodes:

@@ -14,7 +14,8 @@ class Demand:
 
     def take_all(self, request: Request) -> None:
         """Before its first token a request may start from any of its boundaries, also when it starts again."""
-        self._index.demand.update(set(request.keys) - request.demanded)
+        for key in set(request.keys) - request.demanded:
+            self._index.want(key)
         request.demanded = set(request.keys)
 
     def settle(self, request: Request) -> None:
@@ -26,7 +27,5 @@ class Demand:
     def give_up(self, request: Request, keys: set[bytes]) -> None:
         """``request`` will not start from ``keys``."""
         for key in keys:
-            self._index.demand[key] -= 1
-            if not self._index.demand[key]:
-                del self._index.demand[key]
+            self._index.unwant(key)
         request.demanded = request.demanded - keys

@@ -14,13 +14,17 @@ from .errors import CheckpointRuntimeError
 
 
 class KVSegment:
-    """Rows of consecutive tokens; ``refs`` counts its holders (checkpoints, requests and child segments)."""
+    """Rows of consecutive tokens; ``refs`` counts its holders (checkpoints, requests and child segments).
 
-    __slots__ = ("parent", "refs", "rows")
+    ``kept`` counts the ready checkpoints that end here and the children that are kept themselves.
+    """
+
+    __slots__ = ("kept", "parent", "refs", "rows")
 
     def __init__(self, parent: KVSegment | None) -> None:
         self.parent = parent
         self.refs = 1
+        self.kept = 0
         self.rows = array("q")
 
     def __len__(self) -> int:
@@ -43,12 +47,13 @@ class KVRows:
         self._free_starts: list[int] = []
         self._free_stops: list[int] = []
         self._segments: set[KVSegment] = set()
+        self._used = 0
         self.high_water = 0
 
     @property
     def used(self) -> int:
         """Number of rows that belong to a segment."""
-        return self.high_water - sum(self._free_stops) + sum(self._free_starts)
+        return self._used
 
     @property
     def segments(self) -> frozenset[KVSegment]:
@@ -79,11 +84,13 @@ class KVRows:
             if current.refs:
                 return
             self._segments.remove(current)
+            self._used -= len(current.rows)
             self._free(current.rows)
             current = current.parent
 
     def extend(self, segment: KVSegment, count: int) -> None:
         """Append ``count`` rows to ``segment``."""
+        self._used += count
         while count:
             start, stop = self._take(count)
             segment.rows.extend(range(start, stop))
@@ -114,6 +121,8 @@ class KVRows:
         """Raise CheckpointRuntimeError unless every row is either free or in exactly one segment."""
         owned = [row for segment in self._segments for row in segment.rows]
         free = [r for a, b in zip(self._free_starts, self._free_stops, strict=True) for r in range(a, b)]
+        if len(owned) != self._used:
+            raise CheckpointRuntimeError(f"{len(owned)} key/value rows are owned, but {self._used} are counted")
         if sorted(owned + free) != list(range(self.high_water)):
             raise CheckpointRuntimeError("key/value rows are lost, shared or owned twice")
         children: dict[KVSegment, int] = {}

@@ -61,16 +61,16 @@ class StepPlan:
     Attributes:
         pieces: consecutive tokens of requests, one packed sequence each.
         logits: what the pieces are asked for. The logits of all ``decodes`` are wanted besides.
-        decode: a step of :meth:`Scheduler.plan_decode`, whose pieces are one token each of running requests.
         decodes: requests that get one more token in this step, after the pieces in the packed row. Until the commit
             their token is ``token_ids[position]``, their state is in ``slot``, both read and written, and the token's
             key/value row is the last one of ``kv``.
+        step: number of the step.
     """
 
     pieces: tuple[Piece, ...]
     logits: tuple[LogitsWanted, ...]
-    decode: bool
     decodes: tuple[Request, ...] = ()
+    step: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .checkpoint import Checkpoint, Retention
 from .errors import CheckpointRuntimeError, CheckpointValueError
-from .index import Checkpoint
+from .keys import KeyScope, Media
 from .kv import KVSegment
 
 
@@ -40,12 +41,21 @@ class Request:
         boundaries: prefix lengths at which the caller wants a checkpoint, strictly increasing.
         keys: digest of each boundary's prefix.
         ephemeral: boundaries that only serve this call and are not kept after it.
+        soft: boundaries that nobody declared (the end of the prompt); they go before declared ones.
         decode: whether tokens are generated; otherwise only the checkpoints are computed.
         priority: larger ones run first.
+        scope: who may share; with it the request may also start where only others have declared a boundary.
+        contents: keys of the boundaries in :data:`~ckpt_hf.keys.CONTENT`, to tell why one was missed.
+        media: images and videos of the prompt, a part of the keys.
+        pins: boundaries whose checkpoints are pinned as soon as they are ready.
+        keep_answer: whether the end of the answer becomes a soft checkpoint; needs ``scope``.
 
     Attributes:
         prompt_tokens: length of the prompt.
         prefill_stop: tokens that prefill computes: the prompt, and after a preemption what had been generated.
+        rank: order of arrival, priority and fairness; smaller ones run first.
+        stalled_since: step of its last progress.
+        in_step: the step that it is a part of and that has neither committed nor failed.
         finish_reason: why the request has ended, in the words of whoever ended it.
     """
 
@@ -56,6 +66,12 @@ class Request:
     ephemeral: frozenset[int] = frozenset()
     decode: bool = True
     priority: int = 0
+    soft: frozenset[int] = frozenset()
+    scope: KeyScope | None = None
+    contents: tuple[bytes, ...] = ()
+    media: Media = ()
+    pins: frozenset[int] = frozenset()
+    keep_answer: bool = False
     status: RequestStatus = RequestStatus.WAITING
     prompt_tokens: int = 0
     prefill_stop: int = 0
@@ -70,6 +86,9 @@ class Request:
     reserved: dict[int, Checkpoint] = field(default_factory=dict)
     demanded: set[bytes] = field(default_factory=set)
     reasons: dict[int, str] = field(default_factory=dict)
+    rank: tuple[int, int, int] = (0, 0, 0)
+    stalled_since: int = 0
+    in_step: int | None = None
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +98,17 @@ class Request:
     def has_next_token(self) -> bool:
         """Whether the request decodes and its newest token has not been computed yet."""
         return self.status is RequestStatus.DECODE and self.position == len(self.token_ids) - 1
+
+    def describe(self) -> str:
+        """Where it is, for error messages."""
+        where = f"at position {self.position} of {len(self.token_ids)} tokens"
+        return f"request {self.request_id} is {self.status.value} {where}"
+
+    def retention(self, boundary: int) -> Retention:
+        """How long the checkpoint at ``boundary`` is to stay."""
+        if boundary in self.ephemeral:
+            return Retention.EPHEMERAL
+        return Retention.SOFT if boundary in self.soft else Retention.DECLARED
 
     def check_new(self) -> None:
         """Raise CheckpointValueError if the prompt is empty, a boundary lies outside it, or the request has run."""

@@ -27,7 +27,7 @@ run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers plain_text seams chat_cuts encode prompt_checks prompts
 prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
 identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
-draft starts holdings narrator lifecycle scheduler stats
+draft starts holdings narrator deferral lifecycle scheduler stats
 turns sinks pools audit attention row_table batch layers decode_graphs families memory packed_step recovery
 runner steps collector export handover sampling generate patching
 outputs handles request_settings request_sampling submissions step_loop engine observe __init__
@@ -38,7 +38,7 @@ _WITHOUT_TORCH = """
 errors events reasons trace_events histogram metrics prometheus
 run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
 config markers keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues
-plan admission leases draft starts holdings narrator lifecycle scheduler stats
+plan admission leases draft starts holdings narrator deferral lifecycle scheduler stats
 """
 
 ORDER = {"ckpt_ops": _OPS.split(), "ckpt_hf": _HF.split()}

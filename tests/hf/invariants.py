@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ckpt_hf.checkpoint import Retention
 from ckpt_hf.index import CheckpointStatus
 from ckpt_hf.requests import RequestStatus
 
@@ -22,7 +23,10 @@ def check_invariants(sim: Simulation) -> None:
 def check_idle(sim: Simulation) -> None:
     """With no request left only ready checkpoints own anything, nobody has a claim on them, and the limits hold."""
     checkpoints = sim.index.checkpoints
-    assert all(c.status is CheckpointStatus.READY and not c.leases and not c.ephemeral for c in checkpoints)
+    assert all(
+        c.status is CheckpointStatus.READY and not c.leases and c.retention is not Retention.EPHEMERAL
+        for c in checkpoints
+    )
     assert not sim.index.demand
     assert sim.slots.used == len(checkpoints)
     paths = {segment for c in checkpoints if c.kv is not None for segment in c.kv.path()}

@@ -7,7 +7,7 @@ and "a state of the slot's last owner" are all told apart from the right one. Ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from ckpt_hf.draft import STATE_CHUNK_TOKENS
 from ckpt_hf.index import Checkpoint, CheckpointIndex, CheckpointLimits, CheckpointStatus
@@ -45,11 +45,21 @@ class Histories:
         return known
 
 
+class _WatchedSlots(SlotAllocator):
+    def __init__(self, on_transfer: Callable[[int, Hashable, Hashable], None]) -> None:
+        super().__init__()
+        self._on_transfer = on_transfer
+
+    def transfer(self, slot: int, owner: Hashable, new_owner: Hashable) -> None:
+        super().transfer(slot, owner, new_owner)
+        self._on_transfer(slot, owner, new_owner)
+
+
 class Simulation:
     """Scheduler, index, slots and rows of one model, with simulated contents. The tests call nothing else."""
 
     def __init__(self, budget: int = 64, slots: int | None = None, max_bytes: int | None = None) -> None:
-        self.slots, self.kv_rows = SlotAllocator(), KVRows()
+        self.slots, self.kv_rows = _WatchedSlots(self._hand_on), KVRows()
         limits = CheckpointLimits(slots, max_bytes, BYTES_PER_SLOT, BYTES_PER_TOKEN, lambda logits: BYTES_OF_LOGITS)
         self.index = CheckpointIndex(self.slots, self.kv_rows, limits)
         self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, budget)
@@ -88,15 +98,24 @@ class Simulation:
         self.scheduler.add(request)
         return request
 
+    def step(self, decoding: Iterable[Request] = (), token: int = 7) -> StepPlan | None:
+        """Plan, run and commit a step in which ``decoding`` requests have got their next token."""
+        for request in decoding:
+            request.token_ids.append(token)
+        plan = self.scheduler.plan_step()
+        self._forget_freed()
+        if plan is not None:
+            self._commit(plan)
+        return plan
+
     def prefill_step(self) -> StepPlan | None:
-        """Plan, run and commit one prefill step; it must bring some request forward."""
+        """A step that nobody has a token for; it must bring some request forward."""
         before = self._outstanding()
-        plan = self.scheduler.plan_prefill()
+        plan = self.step()
         if plan is None:
             assert not before
             return None
         assert plan.num_tokens <= self.scheduler.max_batch_tokens
-        self._commit(plan)
         assert self._outstanding() < before, "a step that brings nobody forward"
         return plan
 
@@ -108,21 +127,24 @@ class Simulation:
         return plans
 
     def decode_step(self, requests: Iterable[Request], token: int = 7) -> StepPlan:
-        """One more token for each of ``requests``."""
-        plan = self._plan_decode(requests, token)
-        self._commit(plan)
+        """One more token for each of ``requests``, and whatever else fits."""
+        requests = list(requests)
+        plan = self.step(requests, token)
+        assert plan is not None
+        assert set(plan.decodes) == set(requests)
         return plan
 
-    def fail_prefill_step(self, broken: Collection[int] | None = None) -> StepPlan | None:
-        """Plan a prefill step that fails after it has overwritten what the pieces ``broken`` (None: all) write."""
-        plan = self.scheduler.plan_prefill()
+    def fail_step(
+        self, decoding: Iterable[Request] = (), broken: Collection[int] | None = None, token: int = 7
+    ) -> StepPlan | None:
+        """A step that fails after it has overwritten what its pieces ``broken`` (None: all) and its decodes write."""
+        for request in decoding:
+            request.token_ids.append(token)
+        plan = self.scheduler.plan_step()
+        self._forget_freed()
         if plan is not None:
             self._fail(plan, broken)
         return plan
-
-    def fail_decode_step(self, requests: Iterable[Request], token: int = 7) -> None:
-        """A decode step that fails after it has overwritten everything that it writes."""
-        self._fail(self._plan_decode(requests, token), None)
 
     def cancel(self, request: Request) -> None:
         """The caller has lost interest."""
@@ -163,15 +185,7 @@ class Simulation:
 
     def _outstanding(self) -> int:
         pending = [r for r in self.scheduler.requests if r.status is not RequestStatus.DECODE]
-        return len(pending) + sum(r.prompt_tokens - r.position for r in pending)
-
-    def _plan_decode(self, requests: Iterable[Request], token: int) -> StepPlan:
-        requests = list(requests)
-        for request in requests:
-            request.token_ids.append(token)
-        plan = self.scheduler.plan_decode(r.request_id for r in requests)
-        assert [p.length for p in plan.pieces] == [1] * len(requests)
-        return plan
+        return len(pending) + sum(r.prefill_stop - r.position for r in pending)
 
     def _commit(self, plan: StepPlan) -> None:
         self._forget_freed()
@@ -191,6 +205,8 @@ class Simulation:
                 assert wanted.checkpoint is not None
                 logits = wanted.checkpoint.logits
             assert logits == self.histories.of(wanted.request)[-1], "the logits of another prefix"
+        for request in plan.decodes:
+            self._run_decode(request)
         for piece in plan.pieces:
             self.computed.update(self.histories.of(piece.request)[piece.start + 1 : piece.stop + 1])
             if piece.publishes is not None:
@@ -221,12 +237,26 @@ class Simulation:
         self.states.update({piece.destination: final for piece, final in zip(pieces, finals, strict=True)})
         return finals
 
+    def _run_decode(self, request: Request) -> None:
+        """One token in place: state read from and written to the slot, its row the last one."""
+        history = self.histories.of(request)
+        assert request.slot is not None
+        assert request.kv is not None
+        assert self.states.get(request.slot) == history[request.position], "a decoding request lost its state"
+        self.states[request.slot] = self.rows[request.kv.rows[-1]] = history[request.position + 1]
+        seen = [self.rows.get(row) for segment in request.kv.path() for row in segment.rows]
+        assert seen == history[1 : request.position + 2], "attention of a decoding request reads other tokens"
+
     def _fail(self, plan: StepPlan, broken: Collection[int] | None) -> None:
         self._forget_freed()
         for i, piece in enumerate(plan.pieces):
             if broken is None or i in broken:
                 self.states[piece.destination] = GARBAGE
                 self.rows.update(dict.fromkeys(piece.kv.rows[piece.kv_before :], GARBAGE))
+        for request in plan.decodes:
+            assert request.slot is not None
+            assert request.kv is not None
+            self.states[request.slot] = self.rows[request.kv.rows[-1]] = GARBAGE
         self.scheduler.rollback(plan)
         self._forget_freed()
 
@@ -240,6 +270,11 @@ class Simulation:
         self._published = {key for key in self._published if self.index.demand[key]}
         self._note_owners()
 
+    def _hand_on(self, slot: int, owner: object, new_owner: object) -> None:
+        """A slot changes hands with what it holds."""
+        if self._slot_owners.get(slot) == owner:
+            self._slot_owners[slot] = new_owner
+
     def _note_owners(self) -> None:
         self._slot_owners = {slot: self.slots.owner(slot) for slot in range(self.slots.high_water)}
         self._row_owners = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
@@ -251,13 +286,11 @@ def check_plan(plan: StepPlan, num_slots: int) -> None:
     SegmentTable.build([Segment(p.length, p.parent, p.source, p.destination) for p in pieces], num_slots, "cpu")
     for piece in pieces:
         assert piece.depth == (0 if piece.parent < 0 else pieces[piece.parent].depth + 1)
-        if plan.decode:
-            continue
         inside = [b for b in piece.request.reserved if piece.start < b < piece.stop]
         assert not inside, "a piece runs over a boundary that its request produces"
         produced = piece.request.reserved.get(piece.stop) if piece.length else None
         assert piece.publishes is produced
-        if piece.publishes is None and piece.stop < piece.request.prompt_tokens:
+        if piece.publishes is None and piece.stop < piece.request.prefill_stop:
             assert (piece.kv_before + piece.length) % STATE_CHUNK_TOKENS == 0, "cut off the grid"
     for depth in {p.depth for p in pieces}:
         prefixes = [p.kv.parent for p in pieces if p.depth == depth]

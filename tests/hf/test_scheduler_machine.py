@@ -109,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(broken=st.one_of(st.none(), st.sets(st.integers(0, 8))))
     def fail_prefill_step(self, broken: set[int] | None) -> None:
-        self.sim.fail_prefill_step(broken)
+        self.sim.fail_step((), broken)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
