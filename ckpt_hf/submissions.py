@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from .errors import CheckpointValueError, CheckpointWarning
 from .handles import Handle
 from .prompt_checks import check_prompts
-from .prompts import Prompt, read_prompts
+from .prompts import Prompt, read_prompt, read_prompts
 from .request_settings import RequestSettings
 
 
@@ -57,8 +57,7 @@ class PromptReader:
                 raise CheckpointValueError("checkpoint_positions must be None for a Prompt, which has boundaries")
             read = prompt
         else:
-            ids = self._ids(prompt)
-            read = read_prompts(ids, marker_id=self._marker, checkpoint_positions=checkpoint_positions)[0]
+            read = read_prompt(self._ids(prompt), self._marker, checkpoint_positions)
         check_prompts(self._config, [read.token_ids])
         for note in read.notes:
             if "end of the prompt" not in note:
@@ -80,23 +79,25 @@ class PromptReader:
             return iter(read_prompts(ids, mask, marker_id=self._marker, checkpoint_positions=positions))
         return iter(prompts)
 
-    def _ids(self, prompt: Any) -> Tensor:
+    def _ids(self, prompt: Any) -> np.ndarray:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise CheckpointValueError("prompt is text, which needs a tokenizer; give the Engine one or pass ids")
             prompt = self._tokenizer(prompt)["input_ids"]
-        if not isinstance(prompt, Tensor):
-            try:
-                prompt = torch.tensor(list(prompt), dtype=torch.long)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise CheckpointValueError(
-                    f"prompt must be text or token ids (a sequence or a tensor [L]), got {type(prompt).__name__}"
-                ) from error
-        if prompt.dim() == 2 and prompt.shape[0] == 1:
-            prompt = prompt[0]
-        if prompt.dim() != 1 or not len(prompt):
-            raise CheckpointValueError(f"prompt must hold at least one token id in shape [L], got {list(prompt.shape)}")
-        return prompt[None]
+        try:
+            ids = np.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointValueError(f"prompt cannot be read as token ids: {error}") from error
+        if ids.ndim == 2 and ids.shape[0] == 1:
+            ids = ids[0]
+        if ids.ndim != 1 or not len(ids):
+            raise CheckpointValueError(
+                f"prompt must be text or at least one token id (a sequence or a tensor [L]), got "
+                f"{type(prompt).__name__} of shape {list(ids.shape)}"
+            )
+        if ids.dtype.kind not in "iu":
+            raise CheckpointValueError(f"prompt must hold token ids (integers), got {ids.dtype}")
+        return ids.astype(np.int64)
 
 
 def check_options(salt: Any, priority: Any, seed: Any) -> str:

@@ -262,9 +262,11 @@ def test_an_engine_patches_for_as_long_as_it_is_open() -> None:
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "empty": (([],), {}, "at least one token id"),
-    "two rows": ((torch.ones(2, 3, dtype=torch.long),), {}, "at least one token id in shape"),
-    "no ids": (({"a": 1},), {}, "prompt must be text or token ids"),
+    "empty": (([],), {}, r"at least one token id .*got list of shape \[0\]"),
+    "two rows": ((torch.ones(2, 3, dtype=torch.long),), {}, r"at least one token id .*shape \[2, 3\]"),
+    "no ids": (({"a": 1},), {}, "prompt must be text or at least one token id .*got dict"),
+    "ragged": (([1, [2]],), {}, "cannot be read as token ids"),
+    "floats": (([1.0, 2.0],), {}, "integers"),
     "unknown id": (([1, 5000],), {}, "holds id 5000"),
     "too long": (([1] * 513,), {}, "the model has 512 positions"),
     "text": (("hello",), {}, "needs a tokenizer"),
