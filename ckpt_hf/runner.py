@@ -13,7 +13,7 @@ from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
 from .events import EventSinks
 from .identity import adapters_identity, weights_identity
-from .keys import checkpoint_keys
+from .keys import CONTENT, KeyScope
 from .memory import StepMemory
 from .recovery import Recovery, is_device_failure
 from .requests import Request
@@ -121,8 +121,17 @@ class ModelRunner:
         priority: int = 0,
     ) -> Request:
         """A request of this model, for :meth:`add`."""
-        keys = checkpoint_keys(token_ids, boundaries, identity, salt)
-        return Request(next(self._ids), list(token_ids), tuple(boundaries), keys, ephemeral, priority=priority)
+        scope = KeyScope(identity, salt)
+        return Request(
+            next(self._ids),
+            list(token_ids),
+            tuple(boundaries),
+            scope.keys(token_ids, boundaries),
+            ephemeral,
+            priority=priority,
+            scope=scope,
+            contents=CONTENT.keys(token_ids, boundaries),
+        )
 
     def refuse_within_call(self, action: str) -> None:
         """Raise CheckpointRuntimeError while any call or engine has requests."""
