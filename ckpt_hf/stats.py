@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .reasons import for_caller
 from .requests import Request
 
 
@@ -17,7 +18,8 @@ class RowReport:
         cached_tokens: prompt tokens whose states came from a checkpoint, of an earlier call or of another row.
         computed_tokens: prompt tokens that this row ran through the model.
         boundaries: where the row asked for checkpoints.
-        reasons: why a boundary was not started from, by boundary.
+        reasons: why a part of the prompt that could have been reused was not, by the position where it ends; the words
+            of :class:`Reason`. What other callers have sent is never told.
         notes: what was unusual about the row's markers.
     """
 
@@ -68,6 +70,6 @@ def report_row(request: Request, notes: tuple[str, ...]) -> RowReport:
         request.cached_tokens,
         computed,
         request.boundaries,
-        dict(request.reasons),
+        {position: for_caller(reason) for position, reason in request.reasons.items()},
         notes,
     )
