@@ -13,6 +13,9 @@ from .keys import KeyScope, pack_tokens
 
 _TOKEN_BYTES = 8
 _RECENT_PROMPTS = 64
+_NEIGHBOURS = 64
+SEAM_TOKENS = 2
+"""Tokens by which ids of one text may differ before a boundary, because of what follows it."""
 
 
 class PrefixIndex:
@@ -47,6 +50,11 @@ class PrefixIndex:
         """Tokens that ``token_ids`` shares at its beginning with a ready checkpoint or a recent prompt of the scope."""
         prefixes = self._scopes.get(scope)
         return 0 if prefixes is None else prefixes.overlap(pack_tokens(token_ids))
+
+    def ends_near(self, scope: KeyScope, token_ids: Sequence[int], common: int) -> list[int]:
+        """Lengths of ready checkpoints that leave ``token_ids`` after ``common`` tokens and end right there."""
+        prefixes = self._scopes.get(scope)
+        return [] if prefixes is None else prefixes.ends_near(pack_tokens(token_ids[:common]))
 
     def remember(self, scope: KeyScope, token_ids: Sequence[int]) -> None:
         """A prompt was computed; the latest ones of a scope are remembered while the scope has a checkpoint."""
@@ -85,6 +93,12 @@ class _Prefixes:
     def overlap(self, packed: bytes) -> int:
         at = bisect_left(self._sorted, packed)
         return max((_common(packed, near) for near in self._sorted[max(at - 1, 0) : at + 1]), default=0)
+
+    def ends_near(self, packed: bytes) -> list[int]:
+        at = bisect_left(self._sorted, packed)
+        limit = len(packed) + SEAM_TOKENS * _TOKEN_BYTES
+        near = (other for other in self._sorted[at : at + _NEIGHBOURS] if other.startswith(packed))
+        return [len(o) // _TOKEN_BYTES for o in near if len(packed) < len(o) <= limit and o in self._checkpoints]
 
     def deepest(self, packed: bytes) -> Checkpoint | None:
         """Prefixes of ``packed`` sort before it; each neighbour that is none says how much shorter the next can be."""

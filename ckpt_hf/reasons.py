@@ -34,8 +34,8 @@ _EXPLANATIONS = {
     Reason.UNREADY: "another request was still computing the checkpoint, and it was not worth waiting for",
     Reason.EVICTED: "the checkpoint existed and was evicted; raise cache_bytes or pin it",
     Reason.OTHER_ADAPTER: "the same tokens have a checkpoint of other weights or of another adapter",
-    Reason.SEAM: "the text agrees, the tokens do not: the boundary sits where tokens merge; end the shared part at a "
-    "newline or use ckpt_hf.encode",
+    Reason.SEAM: "a checkpoint ends here whose last tokens alone are others: the text differs there, or tokens merge "
+    "with what follows; end the shared part at a newline or use ckpt_hf.encode",
     Reason.NO_BOUNDARY: "the tokens were computed before, but no boundary was declared there",
     Reason.OTHER_CALLER: "the same tokens have a checkpoint under another salt",
 }

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from .draft import STATE_CHUNK_TOKENS, PlanDraft
 from .index import Checkpoint, CheckpointIndex, CheckpointStatus
+from .prefixes import SEAM_TOKENS
 from .reasons import Reason
 from .requests import Request
 
@@ -51,6 +52,10 @@ def explain_misses(index: CheckpointIndex, request: Request, position: int) -> d
             reasons[boundary] = index.why_absent(key, content, request.scope)
     if request.scope is not None:
         common = index.prefixes.overlap(request.scope, request.token_ids[: request.prompt_tokens])
+        for end in index.prefixes.ends_near(request.scope, request.token_ids, common):
+            for boundary in reasons:
+                if abs(boundary - end) <= SEAM_TOKENS and reasons[boundary] is Reason.NEVER_SEEN:
+                    reasons[boundary] = Reason.SEAM
         if common >= position + STATE_CHUNK_TOKENS and common not in reasons:
             reasons[common] = Reason.NO_BOUNDARY
     return reasons

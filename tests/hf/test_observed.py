@@ -157,7 +157,25 @@ class TestReasons:
                 180: "never seen",
             }
 
-    def test_other_adapter_and_other_caller(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("kept", "at", "reason"), [(70, 71, "seam"), (70, 70, "seam"), (69, 69, "seam"), (50, 50, "never seen")]
+    )
+    def test_a_seam(self, kept: int, at: int, reason: str) -> None:
+        """A checkpoint of 70 tokens, and a prompt that has ``kept - 1`` of them and then goes on differently."""
+        with patched_model() as model:
+            row = random_ids(80, 1)
+            reasons_of(model, row, 70)
+            other = [*row[: kept - 1], row[kept - 1] % 50 + 1, *random_ids(20, 2)]
+            assert reasons_of(model, other, at)[at] == reason
+
+    def test_other_adapter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with patched_model() as model:
+            row = random_ids(80, 1)
+            reasons_of(model, row, 70)
+            monkeypatch.setattr("ckpt_hf.runner.adapters_identity", lambda model: b"another adapter")
+            assert reasons_of(model, row, 70) == {70: "other adapter"}
+
+    def test_other_caller(self, tmp_path: Path) -> None:
         """A caller never reads of another one; the operator's trace does."""
         with patched_model() as model:
             row = random_ids(80, 1)
