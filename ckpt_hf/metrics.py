@@ -175,14 +175,14 @@ class Metrics:
             self._count("hits" if live.cached else "misses")
 
     def _piece(self, event: Event) -> None:
-        step = self._steps.setdefault(event.step, _Step(self._clock()))
+        step = self._step_of(event)
         step.prefill += event.data["stop"] - event.data["start"]
         live = self._of(event)
         if live is not None and not live.answered and event.data["stop"] >= live.prompt_tokens:
             step.answers.append(live)
 
     def _decode(self, event: Event) -> None:
-        self._steps.setdefault(event.step, _Step(self._clock())).decode += event.data["count"]
+        self._step_of(event).decode += event.data["count"]
 
     def _published(self, event: Event) -> None:
         self._count("checkpoints_published")
@@ -215,7 +215,7 @@ class Metrics:
     def _step(self, event: Event) -> None:
         if event.data["phase"] == "begin":
             # Planning may have been long before, while another step ran.
-            self._steps.setdefault(event.step, _Step(0.0)).begin = self._clock()
+            self._step_of(event).begin = self._clock()
             return
         step = self._steps.pop(event.step, None)
         for number in [number for number in self._steps if number < event.step]:
@@ -237,6 +237,12 @@ class Metrics:
 
     def _slots(self, event: Event) -> None:
         self.gauges["slots_used"], self.gauges["bytes_used"] = event.data["used"], event.data["bytes"]
+
+    def _step_of(self, event: Event) -> _Step:
+        step = self._steps.get(event.step)
+        if step is None:
+            step = self._steps[event.step] = _Step(self._clock())
+        return step
 
     def _of(self, event: Event) -> _Live | None:
         return None if event.request is None else self._live.get(event.request)
