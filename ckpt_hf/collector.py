@@ -15,6 +15,8 @@ from .steps import run_step
 class Collector:
     """The sink of one call's requests."""
 
+    lockstep = True
+
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._logits: dict[Request, Tensor] = {}

@@ -6,6 +6,7 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .events import EventSinks
 from .handles import Handle
 from .outputs import GenerationOutput
 from .patching import patch, unpatch
+from .pins import Pin
 from .request_settings import Extras, SettingsReader
 from .runner import RUNNER_ATTRIBUTE, runner_of
 from .step_loop import StepLoop
@@ -161,6 +163,33 @@ class Engine:
         results = self.imap(prompts, generation_config, **options)
         shown = track(results, "generating", total=length_of(prompts), disable=not progress_bar, transient=True)
         return list(shown)
+
+    def pin(self, prefix: Any, *, salt: str | None = None, timeout: float | None = None) -> Pin:
+        """Compute the states after ``prefix`` if they are not cached, and keep them until the pin is released.
+
+        Args:
+            prefix: text or ids as :meth:`submit` takes them; prompts that begin with exactly these ids start from its
+                end. Markers in it are boundaries like any other.
+            salt: of the callers that it is for.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: it was not computed in time, and is not pinned.
+            CheckpointRuntimeError: the cache's limits have no room for what is pinned, or as :meth:`submit`.
+        """
+        read = self._prompts.read(prefix)
+        ends = len(read.token_ids)
+        if ends not in read.boundaries:
+            read = replace(read, boundaries=(*read.boundaries, ends))
+        handle = Handle(GenerationOutput(next(self._names), list(read.token_ids)), None, self._loop.cancel)
+        self._loop.put(Submission(handle, read, None, None, check_options(salt, 0, None), 0, False, False))
+        if not handle.wait(timeout):
+            handle.cancel()
+            handle.wait()
+        if handle.output.finish_reason == "cancelled":
+            raise TimeoutError(f"the prefix was not computed within {timeout} s")
+        handle.result(0)
+        return Pin(self._runner, self._loop.take_pin(handle))
 
     def close(self, drain: bool = False) -> None:
         """Stop serving and give back what the engine changed. A second call does nothing.

@@ -146,7 +146,7 @@ class Handle:
             with contextlib.suppress(ValueError):
                 self._listeners.remove(listener)
 
-    def _push(self, token: int) -> None:
+    def push(self, token: int) -> None:
         """A token came."""
         now = time.perf_counter()
         with self._changed:
@@ -157,10 +157,11 @@ class Handle:
             self._changed.notify_all()
         self._tell()
 
-    def _move(self, status: HandleStatus) -> None:
+    def move(self, status: HandleStatus) -> None:
+        """The request got further."""
         self._output.status = status
 
-    def _end(
+    def end(
         self, status: HandleStatus, reason: str, usage: RowReport | None = None, cause: BaseException | None = None
     ) -> None:
         """Nothing more will come. A second end is ignored."""

@@ -203,7 +203,10 @@ class Lifecycle(Deferral):
 
     def _pin_if_asked(self, request: Request, boundary: int, checkpoint: Checkpoint) -> None:
         if boundary in request.pins:
-            self.pin(checkpoint)
+            try:
+                self.pin(checkpoint)
+            except CheckpointRuntimeError:  # the limits have no room: whoever asked sees that the pin is gone
+                request.pins -= {boundary}
 
     def _withdraw(self, request: Request, returning: list[Request]) -> None:
         """Take all that a running request holds; it is to be filed again once everything has been given back."""

@@ -15,6 +15,7 @@ from .families import find_layers
 from .index import CheckpointIndex, CheckpointLimits
 from .kv import KVRows
 from .pools import KVPools, StatePools
+from .running_limit import RunningLimit
 from .scheduler import Scheduler
 from .slots import SlotAllocator
 
@@ -46,6 +47,7 @@ class StepMemory:
         )
         self.index = CheckpointIndex(self.slots, self.kv_rows, limits)
         self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, config.max_batch_tokens, emit)
+        self.running = RunningLimit(self.scheduler, config.max_running, config.memory_bytes)
         head_dims = {shape[-1] for shape in shapes.kv.values()}
         self.builder = BatchBuilder(device, all(varlen_supported(device, dtype, d) for d in head_dims))
         self.graphs: DecodeGraphs | None = None

@@ -118,19 +118,20 @@ class ModelRunner:
         identity: bytes,
         salt: str = "",
         ephemeral: frozenset[int] = frozenset(),
-        priority: int = 0,
+        **options: Any,
     ) -> Request:
-        """A request of this model, for :meth:`add`."""
+        """A request of this model, for :meth:`add`; ``options`` are further arguments of :class:`Request`."""
         scope = KeyScope(identity, salt)
+        keys, contents = (of.keys(token_ids, boundaries) for of in (scope, CONTENT))
         return Request(
             next(self._ids),
             list(token_ids),
             tuple(boundaries),
-            scope.keys(token_ids, boundaries),
+            keys,
             ephemeral,
-            priority=priority,
             scope=scope,
-            contents=CONTENT.keys(token_ids, boundaries),
+            contents=contents,
+            **options,
         )
 
     def refuse_within_call(self, action: str) -> None:

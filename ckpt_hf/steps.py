@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .errors import CheckpointRuntimeError
 from .events import Event
 from .packed_step import requests_of, run_plan
 from .plan import StepPlan
@@ -25,9 +26,10 @@ def run_step(runner: ModelRunner) -> bool:
     with runner.lock:
         runner.refuse_within_step()
         with runner.bookkeeping():
-            plan = runner.scheduler.plan_step() if runner.started else None
+            plan = _plan(runner)
+        ended = _tell_ended(runner)
         if plan is None:
-            return False
+            return ended
         runner.running = True
         try:
             logits = _execute(runner, plan)
@@ -37,6 +39,24 @@ def run_step(runner: ModelRunner) -> bool:
         finally:
             runner.running = False
         return True
+
+
+def _plan(runner: ModelRunner) -> StepPlan | None:
+    if not runner.started:
+        return None
+    runner.memory.running.set_lockstep(len(runner.sinks.lockstep))
+    return runner.scheduler.plan_step()
+
+
+def _tell_ended(runner: ModelRunner) -> bool:
+    """Tell whom the scheduler has ended for lack of memory; whether there was anybody."""
+    if not runner.started or not runner.scheduler.ended:
+        return False
+    ended = list(runner.scheduler.ended)
+    runner.scheduler.ended.clear()
+    error = CheckpointRuntimeError("the request needs more memory than memory_bytes allows")
+    runner.lose(ended, error)
+    return True
 
 
 def _execute(runner: ModelRunner, plan: StepPlan) -> dict[Request, Tensor] | None:
@@ -50,7 +70,7 @@ def _execute(runner: ModelRunner, plan: StepPlan) -> dict[Request, Tensor] | Non
             raise
         _handle_failure(runner, plan, error)
         return None
-    runner.recovery.succeeded(runner.scheduler)
+    runner.recovery.succeeded(runner.memory)
     with runner.bookkeeping():
         runner.scheduler.commit(plan)
     runner.stats.prefill_steps += bool(plan.pieces)
@@ -63,7 +83,7 @@ def _handle_failure(runner: ModelRunner, plan: StepPlan, error: Exception) -> No
     runner.events(Event("failed", runner.scheduler.step, None, {"error": repr(error)}))
     if isinstance(error, torch.OutOfMemoryError):
         with runner.bookkeeping():
-            victim = runner.recovery.make_room(runner.memory, plan)
+            victim = runner.recovery.make_room(runner.memory, plan, runner.sinks.lockstep)
         runner.lose([] if victim is None else [victim], error)
     else:
         runner.lose(requests_of(plan), error)

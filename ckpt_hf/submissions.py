@@ -20,11 +20,11 @@ from .request_settings import RequestSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submission:
-    """A request on its way to the engine's thread."""
+    """A request on its way to the engine's thread; one without settings is only computed, and its end pinned."""
 
     handle: Handle
     prompt: Prompt
-    settings: RequestSettings
+    settings: RequestSettings | None
     seed: int | None
     salt: str
     priority: int

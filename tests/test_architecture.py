@@ -28,9 +28,9 @@ config markers plain_text seams chat_cuts encode prompt_checks prompts
 prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
 identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
 draft starts holdings narrator deferral lifecycle scheduler stats
-turns sinks pools audit attention row_table batch layers decode_graphs families memory packed_step recovery
-runner steps collector export handover sampling generate patching
-outputs handles request_settings request_sampling submissions step_loop engine observe __init__
+turns sinks pools audit attention row_table batch layers decode_graphs families running_limit memory packed_step
+recovery runner steps collector export handover sampling generate patching
+outputs handles request_settings request_sampling submissions answers step_loop pins engine observe __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
 demo.embedded demo.compare demo.report __main__
 """

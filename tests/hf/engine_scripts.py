@@ -143,7 +143,7 @@ class ScriptedEngine:
             self._check()
         finally:
             self._hook.remove()
-            self.loop._end_all(RuntimeError("the script failed"))
+            self.loop.end_all(RuntimeError("the script failed"))
             self.engine.close()
         assert_no_leaks(self.model)
 
@@ -169,7 +169,7 @@ class ScriptedEngine:
     def _turns(self, action: Turns) -> None:
         with torch.no_grad():
             for _ in range(action.count):
-                self.loop._turn()
+                self.loop.take_turn()
 
     def _arm(self, action: StepFails) -> None:
         self.failing.append(torch.OutOfMemoryError("full") if action.error == "memory" else ArithmeticError("step"))

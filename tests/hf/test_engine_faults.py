@@ -131,21 +131,18 @@ def test_an_exception_in_the_forward_ends_those_in_the_step(model: Any, engine: 
     assert answers(submit_all(engine)) == EXPECTED
 
 
-@pytest.mark.parametrize("at", [(0,), (1,), (0, 1, 2), (1, 3, 5), (2, 3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize("at", [(0,), (1,), (0, 1), (1, 3, 5), (2, 3), (0, 1, 4, 5)], ids=str)
 def test_out_of_memory_is_survived_with_less(at: tuple[int, ...], model: Any, engine: Engine) -> None:
     answers(submit_all(engine))  # checkpoints to give up
     hook = model.model.layers[2].register_forward_pre_hook(Fails(raising(torch.OutOfMemoryError("full")), *at))
-    handles = submit_all(engine)
-    finished = [handle for handle in handles if handle.wait(60) and handle.status is HandleStatus.FINISHED]
+    runner = runner_of(model)
+    with runner.lock:  # all of them are in the first step, so that there is something to make smaller
+        handles = submit_all(engine)
+    assert answers(handles) == EXPECTED
     hook.remove()
-    for handle in handles:
-        if handle in finished:
-            assert handle.output.generated_tokens == EXPECTED[handles.index(handle)]
-        else:
-            assert handle.output.error == "full"
-    assert len(finished) >= len(handles) - max(0, len(at) - 2)
-    assert runner_of(model).scheduler.max_batch_tokens == 128
+    assert runner.scheduler.max_batch_tokens == 128
     assert answers(submit_all(engine)) == EXPECTED
+    assert runner.scheduler.admission.limits.max_running == 256
 
 
 def test_memory_that_is_never_there_ends_one_request_after_the_other(model: Any, engine: Engine) -> None:
