@@ -75,7 +75,8 @@ class Event:
     pinned      None    ``key``, ``tokens``; likewise ``unpinned``
     decode      None    ``count`` of rows that get one token in this step, optional ``requests`` (list of ids)
     preempted   whose   ``position`` that it had reached; it waits again
-    finished    whose   ``reason`` (eos, length, stop, cancelled, failed, shutdown, ...), optional ``generated``: tokens fed back
+    finished    whose   ``reason`` (eos, length, stop, cancelled, failed, shutdown, ...), optional ``generated``: tokens
+                        of the answer that were computed on
     failed      whose   ``error`` (text); request None: of a whole step
     step        None    ``phase`` (begin, end), ``tokens``: planned at the begin, committed at the end (0: it failed)
     slots       None    ``used``, ``bytes`` held by checkpoints and running requests; once a step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import Counter
 from typing import Any
 
@@ -191,7 +190,7 @@ class TestText:
     def test_the_boundary_holds_whatever_follows(self, name: str, endings: tuple[str, ...]) -> None:
         tokenizer = unmarked(name)
         prompts = [f"checkpoint the same product or another one? item {ending}" for ending in endings]
-        shared = os.path.commonprefix(prompts)
+        shared = next(prompts[0][:n] for n in range(99, 0, -1) if all(p.startswith(prompts[0][:n]) for p in prompts))
         (found, *_) = sorted(ask(prompts, tokenizer, min_saved=1).boundaries, key=lambda b: b.position)
         rows = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
         prefix = rows[found.example][: found.position]
