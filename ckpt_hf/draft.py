@@ -31,22 +31,28 @@ class PlanDraft:
         self._slots = slots
         self._kv_rows = kv_rows
         self._admission = admission
-        self._budget = budget
+        self.budget = budget
         self._pieces: list[Piece] = []
         self._logits: list[LogitsWanted] = []
         self._decodes: list[Request] = []
         self._completed: dict[Checkpoint, int] = {}
+        self._closed = False
         self.crowded_out = False
         self.given_up: list[Checkpoint] = []
 
     @property
     def has_budget(self) -> bool:
         """Whether the step may carry one more prompt token."""
-        return self._budget > 0
+        return self.budget > 0 and not self._closed
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the step has tokens, but none of a prompt."""
+        return bool(self._decodes) and not self._pieces
 
     def can_begin(self, tokens: int) -> bool:
         """Whether a request that has computed nothing behind its boundary, ``tokens`` before the next, gets any."""
-        if min(tokens, STATE_CHUNK_TOKENS) <= self._budget:
+        if min(tokens, STATE_CHUNK_TOKENS) <= self.budget:
             return True
         self._run_out()
         return False
@@ -59,7 +65,7 @@ class PlanDraft:
         """The newest token of a running request, beside the pieces of other requests' prompts."""
         self._kv_rows.extend(self._own_kv(request, None), 1)
         self._decodes.append(request)
-        self._budget -= 1
+        self.budget -= 1
 
     def add_prefill(self, request: Request) -> None:
         """As many prompt tokens of ``request`` as the budget allows, one piece per boundary."""
@@ -74,7 +80,7 @@ class PlanDraft:
         while at < request.prefill_stop:
             stop = min((b for b in request.reserved if b > at), default=request.prefill_stop)
             checkpoint = request.reserved.get(stop)
-            if checkpoint is not None and stop - at <= self._budget and not self._room_to_save(request, source):
+            if checkpoint is not None and stop - at <= self.budget and not self._room_to_save(request, source):
                 self.given_up.append(give_up(self._admission.index, request, stop))
                 continue
             kv = self._own_kv(request, before) if checkpoint is None else self._checkpoint_kv(checkpoint, before)
@@ -128,20 +134,20 @@ class PlanDraft:
 
     def _take_budget(self, wanted: int, done: int) -> int:
         """Tokens of ``wanted`` that fit, cut on the state grid when not all do; ``done`` lie behind on that grid."""
-        taken = min(wanted, self._budget)
+        taken = min(wanted, self.budget)
         if taken < wanted:
             taken -= (done + taken) % STATE_CHUNK_TOKENS
             if taken <= 0:
                 self._run_out()
                 return 0
-        self._budget -= taken
+        self.budget -= taken
         self._admission.took(0, taken)
         return taken
 
     def _run_out(self) -> None:
         """Nobody else may take what the one whose turn it is cannot use."""
-        self.crowded_out = bool(self._decodes) and not self._pieces
-        self._budget = 0
+        self.crowded_out = self.only_decodes
+        self._closed = True
 
     def _room_to_save(self, request: Request, source: int) -> bool:
         """Room for a checkpoint, and for the slot in which the request goes on while its last one is still read."""

@@ -198,6 +198,7 @@ class Lifecycle(Deferral):
         self._run(heir)
         for taken in hand_over(self.index, request, heir):
             self.tell_of("reserved", heir, taken)
+            self.leased(taken, completes=False)
         heir.reasons.clear()
         self.tell("started", heir, position=heir.position, cached=heir.position)
 

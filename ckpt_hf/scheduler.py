@@ -84,8 +84,11 @@ class Scheduler(Lifecycle):
         self.expire_leases(self.lease_steps)
         self.admission.begin(self._running.values())
         draft = PlanDraft(self.slots, self.kv_rows, self.max_batch_tokens, self.admission)
-        self._add_decodes(draft)
+        # A prompt that found less than a chunk left has its turn before the last of those that decode.
+        kept_back = STATE_CHUNK_TOKENS if self._crowded_out else 0
+        others = self._add_decodes(draft, self._decodes_with_room(), kept_back)
         self._add_prefill(draft)
+        self._add_decodes(draft, others)
         plan = draft.build(self.step)
         if plan.pieces or plan.logits or plan.decodes:
             return self._hand_out(plan)
@@ -145,16 +148,16 @@ class Scheduler(Lifecycle):
         self.tell_plan(plan)
         return plan
 
-    def _add_decodes(self, draft: PlanDraft) -> None:
-        ready = self._with_room()
-        # A prompt that found less than a chunk left has its turn before the last of the decoding ones.
-        places = self.max_batch_tokens - (STATE_CHUNK_TOKENS if self._crowded_out else 0)
+    def _add_decodes(self, draft: PlanDraft, ready: list[Request], kept_back: int = 0) -> list[Request]:
+        """Next tokens, but for ``kept_back`` tokens of the budget. Returns the others, who come first next time."""
+        places = max(draft.budget - kept_back, 0)
         for request in ready[:places]:
             draft.add_decode(request)
             if len(ready) > places:
                 self._running[request.request_id] = self._running.pop(request.request_id)
+        return ready[places:]
 
-    def _with_room(self) -> list[Request]:
+    def _decodes_with_room(self) -> list[Request]:
         """Requests with a next token, after preempting as many as it takes to have a row for each."""
         while True:
             ready = [r for r in self._running.values() if r.has_next_token]
@@ -187,7 +190,8 @@ class Scheduler(Lifecycle):
                 admitting = self._start(waiting, draft)
             else:
                 break
-        self._crowded_out = draft.crowded_out
+        left_out = draft.budget == 0 and draft.only_decodes and (under_way or self.waiting.first() is not None)
+        self._crowded_out = draft.crowded_out or bool(left_out)
 
     def _start(self, request: Request, draft: PlanDraft) -> bool:
         """Start a waiting request, or let it wait for somebody; False when nobody else can be let in."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
 
+from ckpt_hf.admission import AdmissionLimits
 from ckpt_hf.draft import STATE_CHUNK_TOKENS
+from ckpt_hf.events import FIELDS, Event, short_key
 from ckpt_hf.index import Checkpoint, CheckpointIndex, CheckpointLimits, CheckpointStatus
-from ckpt_hf.keys import checkpoint_keys
+from ckpt_hf.keys import CONTENT, KeyScope, checkpoint_keys
 from ckpt_hf.kv import KVRows, KVSegment
 from ckpt_hf.plan import Piece, StepPlan
 from ckpt_hf.requests import Request, RequestStatus
@@ -58,11 +61,23 @@ class _WatchedSlots(SlotAllocator):
 class Simulation:
     """Scheduler, index, slots and rows of one model, with simulated contents. The tests call nothing else."""
 
-    def __init__(self, budget: int = 64, slots: int | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        budget: int = 64,
+        slots: int | None = None,
+        max_bytes: int | None = None,
+        max_running: int | None = None,
+        memory_bytes: int | None = None,
+        lease_steps: int = 64,
+    ) -> None:
         self.slots, self.kv_rows = _WatchedSlots(self._hand_on), KVRows()
         limits = CheckpointLimits(slots, max_bytes, BYTES_PER_SLOT, BYTES_PER_TOKEN, lambda logits: BYTES_OF_LOGITS)
         self.index = CheckpointIndex(self.slots, self.kv_rows, limits)
-        self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, budget)
+        admission = AdmissionLimits(max_running, memory_bytes)
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(
+            self.index, self.slots, self.kv_rows, budget, self.events.append, admission, lease_steps
+        )
         self.histories = Histories()
         self.states: dict[int, int] = {}
         self.rows: dict[int, int] = {}
@@ -79,33 +94,38 @@ class Simulation:
         ephemeral: Iterable[int] = (),
         decode: bool = True,
         salt: str = "",
+        *,
+        identity: bytes = b"model",
+        scoped: bool = False,
+        **fields: Any,
     ) -> Request:
-        """A request with an id of its own, not yet added."""
+        """A request with an id of its own, not yet added; ``scoped`` ones may start where others declared it."""
         self._ids += 1
-        keys = checkpoint_keys(token_ids, boundaries, b"model", salt)
-        return Request(self._ids, list(token_ids), tuple(boundaries), keys, frozenset(ephemeral), decode)
+        keys = checkpoint_keys(token_ids, boundaries, identity, salt)
+        if scoped:
+            fields |= {"scope": KeyScope(identity, salt), "contents": CONTENT.keys(token_ids, boundaries)}
+        ids = list(token_ids)
+        return Request(self._ids, ids, tuple(boundaries), keys, frozenset(ephemeral), decode, **fields)
 
-    def add(
-        self,
-        token_ids: Sequence[int],
-        boundaries: Sequence[int] = (),
-        ephemeral: Iterable[int] = (),
-        decode: bool = True,
-        salt: str = "",
-    ) -> Request:
-        """A request that the scheduler has taken in."""
-        request = self.request(token_ids, boundaries, ephemeral, decode, salt)
+    def add(self, token_ids: Sequence[int], boundaries: Sequence[int] = (), *args: Any, **fields: Any) -> Request:
+        """A request that the scheduler has taken in; arguments of :meth:`request`."""
+        request = self.request(token_ids, boundaries, *args, **fields)
         self.scheduler.add(request)
         return request
 
-    def step(self, decoding: Iterable[Request] = (), token: int = 7) -> StepPlan | None:
-        """Plan, run and commit a step in which ``decoding`` requests have got their next token."""
+    def step(
+        self, decoding: Iterable[Request] = (), token: int = 7, cancelled: Iterable[Request] = ()
+    ) -> StepPlan | None:
+        """Plan, run and commit a step in which ``decoding`` requests have got their next token.
+
+        ``cancelled`` ones end between the run and the commit.
+        """
         for request in decoding:
             request.token_ids.append(token)
         plan = self.scheduler.plan_step()
         self._forget_freed()
         if plan is not None:
-            self._commit(plan)
+            self._commit(plan, cancelled)
         return plan
 
     def prefill_step(self) -> StepPlan | None:
@@ -146,9 +166,20 @@ class Simulation:
             self._fail(plan, broken)
         return plan
 
-    def cancel(self, request: Request) -> None:
-        """The caller has lost interest."""
-        self.scheduler.finish(request)
+    def preempt(self, request: Request) -> None:
+        """Somebody else needs its memory."""
+        self.scheduler.preempt(request)
+        self._forget_freed()
+
+    def shrink(self) -> bool:
+        """The device ran out of memory."""
+        helped = self.scheduler.shrink()
+        self._forget_freed()
+        return helped
+
+    def cancel(self, request: Request, reason: str = "cancelled") -> None:
+        """The caller has lost interest, or has got what it wanted."""
+        self.scheduler.finish(request, reason)
         self._forget_freed()
 
     def finish_all(self) -> None:
@@ -187,8 +218,8 @@ class Simulation:
         pending = [r for r in self.scheduler.requests if r.status is not RequestStatus.DECODE]
         return len(pending) + sum(r.prefill_stop - r.position for r in pending)
 
-    def _commit(self, plan: StepPlan) -> None:
-        self._forget_freed()
+    def _commit(self, plan: StepPlan, cancelled: Iterable[Request] = ()) -> None:
+        self._check_memory()
         check_plan(plan, self.slots.high_water)
         finals = self._run(plan.pieces)
         for i, piece in enumerate(plan.pieces):
@@ -209,10 +240,14 @@ class Simulation:
             self._run_decode(request)
         for piece in plan.pieces:
             self.computed.update(self.histories.of(piece.request)[piece.start + 1 : piece.stop + 1])
-            if piece.publishes is not None:
-                assert piece.publishes.key not in self._published, "a prefix was computed twice while others want it"
-                self._published.add(piece.publishes.key)
+        for request in cancelled:
+            self.cancel(request)
+        published = [p.publishes for p in plan.pieces if p.publishes is not None and p.request.in_step == plan.step]
+        for checkpoint in published:
+            assert checkpoint.key not in self._published, "a prefix was computed twice while others want it"
+            self._published.add(checkpoint.key)
         self.scheduler.commit(plan)
+        assert all(checkpoint.status is not CheckpointStatus.UNREADY for checkpoint in published)
         self._forget_freed()
 
     def _run(self, pieces: Sequence[Piece]) -> list[int]:
@@ -262,6 +297,7 @@ class Simulation:
 
     def _forget_freed(self) -> None:
         """What has changed hands is unknown to its new owner, and demand that has ended allows a second computation."""
+        self._check_events()
         rows = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
         self.states = {
             slot: held for slot, held in self.states.items() if self.slots.owner(slot) == self._slot_owners.get(slot)
@@ -269,6 +305,20 @@ class Simulation:
         self.rows = {row: held for row, held in self.rows.items() if rows.get(row) is self._row_owners.get(row)}
         self._published = {key for key in self._published if self.index.demand[key]}
         self._note_owners()
+
+    def _check_events(self) -> None:
+        """Every event has its fields; what was given up although somebody wants it may be computed again."""
+        evicted = set()
+        for event in self.events:
+            assert set(FIELDS[event.kind]) <= set(event.data), event
+            if event.kind == "evicted":
+                evicted.add(event.data["key"])
+        self._published = {key for key in self._published if short_key(key) not in evicted}
+        self.events.clear()
+
+    def _check_memory(self) -> None:
+        limit = self.scheduler.admission.limits.memory_bytes
+        assert limit is None or self.scheduler.admission.used <= limit, "more memory than there is"
 
     def _hand_on(self, slot: int, owner: object, new_owner: object) -> None:
         """A slot changes hands with what it holds."""

@@ -6,18 +6,22 @@ Every order of submit, step, failed step, cancel, eviction and compaction must k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ckpt_hf.errors import CheckpointRuntimeError, CheckpointValueError
 from ckpt_hf.requests import Request, RequestStatus
 
 from .invariants import check_idle, check_invariants
-from .simulation import Simulation
+from .simulation import BYTES_PER_SLOT, BYTES_PER_TOKEN, Simulation
 
 # Lengths round the grid of 64 tokens. Each level offers few alternatives, so that most prompts share a prefix.
 LEVELS = ((64, 5, 1), (200, 63, 1), (65, 2), (150, 33))
@@ -32,8 +36,13 @@ class RandomPrompt:
     length: int
     boundaries: tuple[int, ...]
     ephemeral: tuple[int, ...]
+    soft: tuple[int, ...]
     salt: str
+    identity: bytes
+    scoped: bool
+    priority: int
     decode: bool
+    pins: tuple[int, ...]
 
     def arguments(self) -> dict[str, Any]:
         """What ``Simulation.add`` takes."""
@@ -41,8 +50,14 @@ class RandomPrompt:
             "token_ids": tokens(self.path)[: self.length],
             "boundaries": self.boundaries,
             "ephemeral": self.ephemeral,
+            "soft": frozenset(self.soft),
             "salt": self.salt,
+            "identity": self.identity,
+            "scoped": self.scoped,
+            "priority": self.priority,
+            "keep_answer": self.scoped,
             "decode": self.decode,
+            "pins": frozenset(self.pins),
         }
 
 
@@ -52,46 +67,76 @@ def tokens(path: Sequence[int]) -> list[int]:
     return [token for stretch in stretches for token in stretch]
 
 
-@st.composite
-def prompts(draw: st.DrawFn) -> RandomPrompt:
-    """Prompts with boundaries mostly where prompts fork."""
-    depth = draw(st.sampled_from([4, 3, 2, 1]))
-    path = tuple(draw(st.integers(0, len(alternatives) - 1)) for alternatives in LEVELS[:depth])
-    forks = [len(tokens(path[: level + 1])) for level in range(depth)]
-    length = draw(st.integers(1, forks[-1])) if draw(st.integers(0, 3)) == 3 else forks[-1]
-    position = st.one_of(st.sampled_from(forks), st.just(length), st.integers(1, length))
-    boundaries = tuple(sorted(b for b in draw(st.sets(position, max_size=4)) if b <= length))
-    ephemeral = tuple(b for b in boundaries if draw(st.integers(0, 3)) == 3)
-    salt = "other" if draw(st.integers(0, 4)) == 4 else ""
-    return RandomPrompt(path, length, boundaries, ephemeral, salt, decode=draw(st.integers(0, 3)) < 3)
+def random_prompt(rng: random.Random) -> RandomPrompt:
+    """A prompt with boundaries mostly where prompts fork."""
+    path = tuple(rng.randrange(len(alternatives)) for alternatives in LEVELS[: rng.choice([1, 2, 3, 4])])
+    forks = [len(tokens(path[: level + 1])) for level in range(len(path))]
+    length = rng.choice([forks[-1], forks[-1], forks[-1], rng.randint(1, forks[-1])])
+    places = [*forks, *forks, length, rng.randint(1, length)]
+    boundaries = tuple(sorted({b for b in rng.sample(places, rng.randint(0, min(4, len(places)))) if b <= length}))
+    return RandomPrompt(
+        path,
+        length,
+        boundaries,
+        ephemeral=tuple(b for b in boundaries if rng.random() < 0.2),
+        soft=(length,) if length in boundaries and rng.random() < 0.5 else (),
+        salt=rng.choice(["", "", "", "", "other"]),
+        identity=rng.choice([b"model", b"model", b"model", b"adapter"]),
+        scoped=rng.random() < 0.5,
+        priority=rng.choice([0, 0, 1, -2]),
+        decode=rng.random() < 0.8,
+        pins=boundaries[:1] if rng.random() < 0.1 else (),
+    )
+
+
+def prompts() -> st.SearchStrategy[RandomPrompt]:
+    """One of many prompts, short ones first; drawing each of their parts would take most of the time."""
+    rng = random.Random(0)
+    pool = sorted((random_prompt(rng) for _ in range(3000)), key=lambda prompt: (prompt.length, len(prompt.boundaries)))
+    return st.sampled_from(pool)
+
+
+PROMPTS = prompts()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Rules are what callers can do between two steps, and the ways in which a step can end."""
+    """Rules are what callers can do between two steps or within one, and the ways in which a step can end."""
 
     @initialize(
         budget=st.sampled_from(BUDGETS),
         slots=st.sampled_from([None, 0, 1, 2, 4]),
         max_bytes=st.sampled_from([None, 0, 1500, 4000, 100_000]),
-        arriving=st.lists(prompts(), min_size=1, max_size=6),
+        max_running=st.sampled_from([None, None, 1, 2, 4]),
+        memory_bytes=st.sampled_from([None, None, 4000, 8000, 20_000]),
+        lease_steps=st.sampled_from([64, 1]),
+        arriving=st.lists(PROMPTS, min_size=1, max_size=6),
     )
-    def start(self, budget: int, slots: int | None, max_bytes: int | None, arriving: list[RandomPrompt]) -> None:
-        self.sim = Simulation(budget, slots, max_bytes)
+    def start(self, arriving: list[RandomPrompt], **settings: Any) -> None:
+        self.sim = Simulation(**settings)
         self.arrive(arriving)
 
-    def running(self) -> list[Request]:
-        return [r for r in self.sim.scheduler.requests if r.status is RequestStatus.DECODE]
+    def those_that(self, wanted: Callable[[Request], bool]) -> list[Request]:
+        return [r for r in self.sim.scheduler.requests if wanted(r)]
+
+    def decoding(self) -> list[Request]:
+        return self.those_that(lambda r: r.status is RequestStatus.DECODE and not r.has_next_token)
 
     def some(self, data: st.DataObject, requests: list[Request]) -> list[Request]:
-        rows = data.draw(st.sets(st.integers(0, len(requests) - 1), min_size=1), label="rows")
-        return [requests[row] for row in rows]
+        rows = data.draw(st.sets(st.integers(0, len(requests) - 1)), label="rows") if requests else set()
+        return [requests[row] for row in sorted(rows)]
+
+    def one(self, data: st.DataObject, things: Sequence[Any]) -> Any:
+        return things[data.draw(st.integers(0, len(things) - 1), label="row")]
 
     def add(self, prompt: RandomPrompt) -> None:
         if len(self.sim.scheduler.requests) < 12:
-            self.sim.add(**prompt.arguments())
+            limit = self.sim.scheduler.admission.limits.memory_bytes
+            fits = limit is None or BYTES_PER_SLOT + (prompt.length + 1) * BYTES_PER_TOKEN <= limit
+            with nullcontext() if fits else pytest.raises(CheckpointValueError, match="bytes of memory"):
+                self.sim.add(**prompt.arguments())
         self.last = prompt
 
-    @rule(arriving=st.lists(prompts(), min_size=1, max_size=4))
+    @rule(arriving=st.lists(PROMPTS, min_size=1, max_size=4))
     def arrive(self, arriving: list[RandomPrompt]) -> None:
         for prompt in arriving:
             self.add(prompt)
@@ -101,35 +146,46 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(copies):
             self.add(self.last)
 
-    @rule(steps=st.integers(1, 3), budget=st.sampled_from(BUDGETS))
-    def prefill(self, steps: int, budget: int) -> None:
+    @rule(data=st.data(), steps=st.integers(1, 3), budget=st.sampled_from(BUDGETS), token=st.integers(0, 1))
+    def step(self, data: st.DataObject, steps: int, budget: int, token: int) -> None:
         self.sim.scheduler.max_batch_tokens = budget
         for _ in range(steps):
-            self.sim.prefill_step()
+            self.sim.step(self.some(data, self.decoding()), token)
 
-    @rule(broken=st.one_of(st.none(), st.sets(st.integers(0, 8))))
-    def fail_prefill_step(self, broken: set[int] | None) -> None:
-        self.sim.fail_step((), broken)
-
-    @precondition(lambda self: self.running())
     @rule(data=st.data())
-    def decode_step(self, data: st.DataObject) -> None:
-        self.sim.decode_step(self.some(data, self.running()), data.draw(st.integers(0, 1)))
+    def cancel_within_a_step(self, data: st.DataObject) -> None:
+        self.sim.step(self.decoding(), cancelled=self.some(data, list(self.sim.scheduler.requests)))
 
-    @precondition(lambda self: self.running())
-    @rule(data=st.data())
-    def fail_decode_step(self, data: st.DataObject) -> None:
-        chosen = self.some(data, self.running())
-        self.sim.fail_decode_step(chosen)
-        assert all(request.status is RequestStatus.FINISHED for request in chosen)
+    @rule(data=st.data(), broken=st.one_of(st.none(), st.sets(st.integers(0, 8))))
+    def fail_step(self, data: st.DataObject, broken: set[int] | None) -> None:
+        self.sim.fail_step(self.some(data, self.decoding()), broken)
 
     @precondition(lambda self: self.sim.scheduler.requests)
-    @rule(data=st.data(), before_its_first_token=st.booleans())
-    def cancel(self, data: st.DataObject, before_its_first_token: bool) -> None:
-        requests = self.sim.scheduler.requests
-        if before_its_first_token:
-            requests = tuple(r for r in requests if r.status is not RequestStatus.DECODE) or requests
-        self.sim.cancel(requests[data.draw(st.integers(0, len(requests) - 1), label="row")])
+    @rule(data=st.data(), reason=st.sampled_from(["cancelled", "failed", "length", "eos"]))
+    def finish(self, data: st.DataObject, reason: str) -> None:
+        self.sim.cancel(self.one(data, self.sim.scheduler.requests), reason)
+
+    @precondition(lambda self: self.sim.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.sim.preempt(self.one(data, self.sim.scheduler.running))
+
+    @rule()
+    def run_out_of_memory(self) -> None:
+        self.sim.fail_step(self.decoding())
+        self.sim.shrink()
+
+    @precondition(lambda self: len(self.sim.index))
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        checkpoint = self.one(data, self.sim.index.checkpoints)
+        with suppress(CheckpointRuntimeError):  # not ready, or no room for another pinned one
+            self.sim.scheduler.pin(checkpoint)
+
+    @precondition(lambda self: any(c.pins for c in self.sim.index.checkpoints))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.sim.scheduler.unpin(self.one(data, [c for c in self.sim.index.checkpoints if c.pins]))
 
     @rule(what=st.sampled_from(["clear", "compact", "enforce_limits"]))
     def keep_house(self, what: str) -> None:
@@ -142,22 +198,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "sim"):
             return
-        requests = self.sim.scheduler.requests
-        self.sim.prefill()
-        assert all(r.status in (RequestStatus.DECODE, RequestStatus.FINISHED) for r in requests)
-        check_invariants(self.sim)
-        if running := self.running():
-            self.sim.decode_step(running)
-        self.sim.finish_all()
-        check_idle(self.sim)
-        self.sim.clear()
-        assert self.sim.slots.used == self.sim.kv_rows.used == len(self.sim.index) == 0
+        sim, requests = self.sim, self.sim.scheduler.requests
+        for _ in range(500):  # every request gets to its end, whatever has happened to it
+            for request in self.those_that(lambda r: len(r.token_ids) >= r.prompt_tokens + 2 and not r.has_next_token):
+                if request.status is RequestStatus.DECODE:
+                    sim.cancel(request, "length")
+            if not sim.scheduler.requests:
+                break
+            sim.scheduler.ended.clear()
+            plan = sim.step(self.decoding())
+            assert plan is not None or sim.scheduler.ended, "requests wait and nobody runs"
+            check_invariants(sim)
+        assert all(r.status is RequestStatus.FINISHED for r in requests)
+        for checkpoint in sim.index.checkpoints:
+            while checkpoint.pins:
+                sim.scheduler.unpin(checkpoint)
+        sim.enforce_limits()
+        check_idle(sim)
+        sim.clear()
+        assert sim.slots.used == sim.kv_rows.used == len(sim.index) == len(sim.index.prefixes) == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=1200,
-    stateful_step_count=25,
+    max_examples=2000,
+    stateful_step_count=16,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     print_blob=True,
