@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,12 +29,14 @@ class Answers:
 
     Args:
         runner: of the model.
+        meanwhile: work that needs no result of the step, done while the device computes it.
     """
 
     lockstep = False
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, meanwhile: Callable[[], object]) -> None:
         self._runner = runner
+        self._meanwhile = meanwhile
         self._entries: dict[Request, _Entry] = {}
         self._by_handle: dict[Handle, Request] = {}
         self._pins: dict[Handle, Checkpoint] = {}
@@ -86,6 +88,7 @@ class Answers:
             if (entry := self._entries.get(request)) is not None and entry.chooser is not None
         ]
         choice = choose_tokens([chooser for _, _, chooser in answering], [logits[r] for r, _, _ in answering])
+        self._meanwhile()
         tokens, stops = choice.read()
         for row, (request, handle, chooser) in enumerate(answering):
             if row in tokens:

@@ -73,10 +73,11 @@ class BatchBuilder:
         write_rows = np.concatenate([row_numbers(p.kv)[p.kv_before : p.kv_before + p.length] for p in pieces])
         columns = stops[[*plan.logits_pieces, *range(len(prompts), len(pieces))]] - 1
         lines = self.row_table.lines([p.request for p in decodes]) if self.row_table and decodes else []
-        ids, pos, rows, cols, line_numbers = self._upload(np.asarray(token_ids), positions, write_rows, columns, lines)
-        table = slots = None
-        if decodes:
-            slots = torch.tensor([p.destination for p in decodes], dtype=torch.int32, device=self.device)
+        decode_slots = [p.destination for p in decodes]
+        ids, pos, rows, cols, line_numbers, slots = self._upload(
+            np.asarray(token_ids), positions, write_rows, columns, lines, decode_slots
+        )
+        table = None
         if prompts:
             segments = [Segment(p.length, p.parent, p.source, p.destination) for p in prompts]
             table = SegmentTable.build(segments, num_slots, self.device)
@@ -88,7 +89,8 @@ class BatchBuilder:
         if decodes:
             rest = slice(prefill, len(ids))
             parts.append(self._decode_part(decodes, rest, rows[rest], pos[rest], line_numbers))
-        return PackedBatch(ids[None], pos[None], cols, prefill, table, slots, AttentionPlan(rows, tuple(parts)))
+        state_slots = slots.to(torch.int32) if decodes else None
+        return PackedBatch(ids[None], pos[None], cols, prefill, table, state_slots, AttentionPlan(rows, tuple(parts)))
 
     def _decode_part(
         self, pieces: Sequence[Piece], columns: slice, write_rows: Tensor, positions: Tensor, lines: Tensor

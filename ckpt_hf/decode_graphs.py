@@ -134,17 +134,18 @@ class DecodeGraphs:
 
     def _record(self, entry: _Bucket) -> None:
         """Record the step on rows that only fill up, so that nothing which anybody owns is touched."""
-        stream = torch.cuda.Stream(entry.buffer.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(entry.buffer)  # compiles kernels and makes workspaces, which a recording must not
-        torch.cuda.current_stream().wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads go on allocating memory while this one records.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            entry.logits = self._forward(entry.buffer)
+        with torch.cuda.device(entry.buffer.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._forward(entry.buffer)  # compiles kernels and makes workspaces, which a recording must not
+            torch.cuda.current_stream().wait_stream(stream)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads go on allocating memory while this one records.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                entry.logits = self._forward(entry.buffer)
         entry.graph = graph
 
     def _forward(self, buffer: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class StepLoop:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._answers = Answers(runner)
+        self._answers = Answers(runner, self._admit)
         self._wake = threading.Condition()
         self._inbox: deque[Submission] = deque()
         self._cancelled: deque[Handle] = deque()
@@ -139,6 +139,7 @@ class StepLoop:
                 self._runner.start()
 
     def _admit(self) -> None:
+        """Take in what has come: between steps, and while the device computes one."""
         if not self._inbox or not self._runner.started:
             return
         identity = self._runner.identity()
