@@ -17,6 +17,9 @@ from .runner import ModelRunner
 from .stats import report_row
 from .submissions import Submission
 
+_STAND_IN = -1
+"""Stands for a token that has been chosen and not been read yet, so that the next step can be planned."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
@@ -40,9 +43,10 @@ class Answers:
         self._entries: dict[Request, _Entry] = {}
         self._by_handle: dict[Handle, Request] = {}
         self._pins: dict[Handle, Checkpoint] = {}
+        self._ending: dict[Request, str] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._ending)
 
     def add(self, submission: Submission, identity: bytes) -> None:
         """Hand a request to the scheduler; one that it refuses fails."""
@@ -71,10 +75,12 @@ class Answers:
         for request in list(self._entries):
             self._runner.end(request, reason)
             self._finish(request, HandleStatus.FAILED, reason, error)
+        while self._ending:
+            self._runner.end(*self._ending.popitem())
 
     def lose_all(self, error: BaseException) -> None:
         """Whatever the requests ran on is gone."""
-        self._runner.lose(list(self._entries), error)
+        self._runner.lose([*self._entries, *self._ending], error)
 
     def take_pin(self, handle: Handle) -> Checkpoint:
         """What a finished submission without settings has pinned, once."""
@@ -82,12 +88,17 @@ class Answers:
 
     def receive(self, logits: dict[Request, Tensor]) -> None:
         """Choose and hand out the next token of each request."""
+        self.settle()
         answering = [
             (request, entry.submission.handle, entry.chooser)
             for request in logits
             if (entry := self._entries.get(request)) is not None and entry.chooser is not None
         ]
         choice = choose_tokens([chooser for _, _, chooser in answering], [logits[r] for r, _, _ in answering])
+        for row in choice.rows:
+            request, _, chooser = answering[row]
+            if chooser.may_go_on(len(request.token_ids) + 1):
+                request.token_ids.append(_STAND_IN)
         self._meanwhile()
         tokens, stops = choice.read()
         for row, (request, handle, chooser) in enumerate(answering):
@@ -103,16 +114,27 @@ class Answers:
     def lose(self, requests: Sequence[Request], error: BaseException) -> None:
         """A step failed that these requests were in."""
         for request in requests:
+            self._ending.pop(request, None)
             self._finish(request, HandleStatus.FAILED, "failed", error)
 
+    def settle(self) -> None:
+        """End the requests whose answers are complete, now that no step reads or writes what they own."""
+        for request in [request for request in self._ending if request.in_step is None]:
+            self._runner.end(request, self._ending.pop(request))
+
     def _deliver(self, request: Request, handle: Handle, token: int, chooser: TokenChooser, stops: bool) -> None:
+        stands_in = request.token_ids[-1] == _STAND_IN
+        if stands_in:
+            request.token_ids[-1] = token
         handle.move(HandleStatus.DECODING)
         handle.push(token)
-        reason = chooser.ends(token, len(request.token_ids) + 1) or ("stop" if stops else None)
+        reason = chooser.ends(token, len(request.token_ids) + (not stands_in)) or ("stop" if stops else None)
         if reason is None:
-            self._runner.feed(request, token)
             return
-        self._runner.end(request, reason)
+        if request.in_step is None:
+            self._runner.end(request, reason)
+        else:
+            self._ending[request] = reason
         self._finish(request, HandleStatus.FINISHED, reason)
 
     def _keep_pin(self, request: Request) -> None:

@@ -181,10 +181,15 @@ def _by_prefix(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def decode_pieces(plan: StepPlan) -> tuple[Piece, ...]:
-    """The newest token of each decoding request as a piece, requests behind one prefix side by side."""
+    """The newest token of each decoding request as a piece, requests behind one prefix side by side.
+
+    Requests that have ended since the step was planned are left out.
+    """
     rank: dict[KVSegment | None, int] = {}
     pieces = []
     for request in plan.decodes:
+        if request.in_step != plan.step:
+            continue
         assert request.kv is not None and request.slot is not None
         rank.setdefault(request.kv.parent, len(rank))
         start, before = request.position, len(request.kv) - 1

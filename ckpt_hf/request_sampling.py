@@ -51,6 +51,10 @@ class TokenChooser:
         self._ids[:, self._length] = token
         self._length += 1
 
+    def may_go_on(self, length: int) -> bool:
+        """Whether another token may follow the ``length``-th of prompt and answer, whatever that one is."""
+        return length < self.settings.max_length
+
     def ends(self, token: int, length: int) -> str | None:
         """Why an answer ends with ``token``, the ``length``-th of prompt and answer, by the settings that all share."""
         if token in self.settings.eos:

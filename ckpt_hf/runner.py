@@ -15,6 +15,7 @@ from .events import EventSinks
 from .identity import adapters_identity, weights_identity
 from .keys import CONTENT, KeyScope
 from .memory import StepMemory
+from .plan import StepPlan
 from .recovery import Recovery, is_device_failure
 from .requests import Request
 from .sinks import LogitsSink, SinkTable
@@ -48,6 +49,7 @@ class ModelRunner:
         self.auditor: Auditor | None = None
         self.engine: Any = None
         self.broken: BaseException | None = None
+        self.prepared: StepPlan | None = None
         self.started = False
         self._ids = itertools.count()
         self.running = False
@@ -93,7 +95,7 @@ class ModelRunner:
         if self.started and placement == self._placement:
             return
         self.refuse_within_call("move the model or change its dtype")
-        self._placement = placement
+        self._placement, self.prepared = placement, None
         self.memory = StepMemory(self.model, self.config, self.events)
         self.states, self.kv, self.slots = self.memory.states, self.memory.kv, self.memory.slots
         self.kv_rows, self.index = self.memory.kv_rows, self.memory.index
@@ -185,8 +187,13 @@ class ModelRunner:
     def release_slack(self) -> None:
         """Give back memory that nobody needs, if nobody has requests."""
         with self.lock, self.bookkeeping():
-            if self.started and not len(self.sinks):
-                self.memory.release_slack()
+            if not self.started or len(self.sinks):
+                return
+            if self.prepared is not None:  # for requests that have all ended
+                self.scheduler.rollback(self.prepared)
+                self.prepared = None
+            self.memory.trim()
+            self.memory.release_slack()
 
     def lose(self, requests: Sequence[Request], error: BaseException) -> None:
         """End requests because of ``error``: all of them where the device has failed."""

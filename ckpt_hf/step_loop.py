@@ -14,7 +14,7 @@ from .errors import CheckpointRuntimeError
 from .handles import Handle
 from .outputs import HandleStatus
 from .runner import ModelRunner
-from .steps import run_step
+from .steps import prepare_step, run_step
 from .submissions import Submission
 
 _ADMITTED_A_STEP = 256
@@ -30,7 +30,7 @@ class StepLoop:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._answers = Answers(runner, self._admit)
+        self._answers = Answers(runner, self._look_ahead)
         self._wake = threading.Condition()
         self._inbox: deque[Submission] = deque()
         self._cancelled: deque[Handle] = deque()
@@ -107,6 +107,7 @@ class StepLoop:
         with runner.lock:
             while self._cancelled:
                 self._answers.cancel(self._cancelled.popleft())
+            self._answers.settle()
             self._start()
             self._admit()
             progressed = run_step(runner)
@@ -138,8 +139,12 @@ class StepLoop:
             with contextlib.suppress(CheckpointRuntimeError):  # until generate calls of other threads have ended too
                 self._runner.start()
 
+    def _look_ahead(self) -> None:
+        """What can be done for the next step while the device computes this one."""
+        self._admit()
+        prepare_step(self._runner)
+
     def _admit(self) -> None:
-        """Take in what has come: between steps, and while the device computes one."""
         if not self._inbox or not self._runner.started:
             return
         identity = self._runner.identity()

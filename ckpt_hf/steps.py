@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import CheckpointRuntimeError
 from .events import Event
-from .packed_step import requests_of, run_plan
+from .packed_step import is_alive, requests_of, run_plan
 from .plan import StepPlan
 from .requests import Request
 from .runner import ModelRunner
@@ -26,7 +26,7 @@ def run_step(runner: ModelRunner) -> bool:
     with runner.lock:
         runner.refuse_within_step()
         with runner.bookkeeping():
-            plan = _plan(runner)
+            plan = _next_plan(runner)
         ended = _tell_ended(runner)
         if plan is None:
             return ended
@@ -39,6 +39,27 @@ def run_step(runner: ModelRunner) -> bool:
         finally:
             runner.running = False
         return True
+
+
+def prepare_step(runner: ModelRunner) -> None:
+    """Plan the next step now, while the device computes this one, which must have been committed.
+
+    Requests whose token is not known yet take part with a stand-in, to be replaced before the step runs. Rows that
+    wait for each other get no stand-ins, so with them around planning waits until their tokens are there.
+    """
+    if runner.started and runner.prepared is None and not runner.sinks.lockstep:
+        with runner.bookkeeping():
+            runner.prepared = _plan(runner)
+
+
+def _next_plan(runner: ModelRunner) -> StepPlan | None:
+    prepared, runner.prepared = runner.prepared, None
+    if prepared is None or not runner.started:
+        return _plan(runner)
+    if is_alive(prepared):
+        return prepared
+    runner.scheduler.rollback(prepared)
+    return _plan(runner)
 
 
 def _plan(runner: ModelRunner) -> StepPlan | None:

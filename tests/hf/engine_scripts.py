@@ -39,6 +39,15 @@ class Submit:
     priority: int = 0
     salt: str | None = None
     fails_at: int | None = None
+    ends_early: bool = False
+    keep_prompt: bool = False
+    keep_answer: bool = False
+
+    def answer(self) -> list[int]:
+        """What an unpatched model answers alone; the third token is an end token where it ``ends_early``."""
+        tokens = expected(self.prompt)
+        stop = tokens.index(tokens[2]) + 1 if self.ends_early else NEW_TOKENS
+        return tokens[: min(stop, self.new_tokens)]
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,9 @@ _SUBMIT = st.builds(
     priority=st.integers(0, 2),
     salt=st.sampled_from([None, None, "a"]),
     fails_at=st.sampled_from([None, None, None, 0, 2]),
+    ends_early=st.booleans(),
+    keep_prompt=st.booleans(),
+    keep_answer=st.booleans(),
 )
 SCRIPTS = st.lists(
     st.one_of(
@@ -156,6 +168,9 @@ class ScriptedEngine:
             do_sample=False,
             priority=action.priority,
             salt=action.salt,
+            eos_token_id=expected(action.prompt)[2] if action.ends_early else None,
+            keep_prompt=action.keep_prompt,
+            keep_answer=action.keep_answer,
             logits_processor=None if action.fails_at is None else [_Raises(action.fails_at)],
         )
         self.handles.append((action, handle, False))
@@ -202,11 +217,11 @@ class ScriptedEngine:
     def _check(self) -> None:
         for action, handle, cancelled in self.handles:
             output = handle.output
-            answer = expected(action.prompt)[: action.new_tokens]
+            answer = action.answer()
             assert output.generated_tokens == answer[: len(output.generated_tokens)], (action, output)
             if output.status is HandleStatus.FINISHED:
-                assert len(output.generated_tokens) == action.new_tokens
-                assert action.fails_at is None or action.fails_at >= action.new_tokens
+                assert output.generated_tokens == answer
+                assert action.fails_at is None or action.fails_at >= len(answer)
             elif output.status is HandleStatus.CANCELLED:
                 assert cancelled
             else:

@@ -15,8 +15,11 @@ from ckpt_hf import Engine, HandleStatus
 
 from .engine_scripts import NEW_TOKENS, PROMPTS, SCRIPTS, Action, ScriptedEngine, expected
 from .models import assert_no_leaks, patched_model
+from .test_decode_graphs import use_buckets
 
+SMALL_BUCKETS = {"max_batch_tokens": 150, "max_running": 5}
 LIMITS: tuple[dict[str, Any], ...] = (
+    SMALL_BUCKETS,
     {"max_batch_tokens": 64, "cache_slots": 2},
     {"max_batch_tokens": 150},
     {"max_batch_tokens": 4096, "cache_slots": 0},
@@ -26,6 +29,8 @@ LIMITS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(scope="module", params=LIMITS, ids=str)
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     with patched_model(verify=False, **request.param) as patched:
+        if request.param is SMALL_BUCKETS:
+            use_buckets(patched)
         yield patched
 
 
