@@ -60,6 +60,10 @@ class Admission:
             prompts = (r for r in running if r.status is RequestStatus.PREFILL)
             self._promised = sum(self._bytes(int(r.slot is None), r.prefill_stop - r.position) for r in prompts)
 
+    def full(self, running: int) -> bool:
+        """Whether no more than ``running`` requests may run."""
+        return self.limits.max_running is not None and running >= self.limits.max_running
+
     def alone(self, request: Request) -> int:
         """Bytes that ``request`` takes with nothing to start from, up to its first new token."""
         return self._bytes(1, request.prefill_stop + 1)
@@ -73,8 +77,6 @@ class Admission:
             running: requests that run already.
             desperate: nobody else runs, so checkpoints that others wait for may go as well.
         """
-        if self.limits.max_running is not None and running >= self.limits.max_running:
-            return False
         needed = self._bytes(1, request.prefill_stop - position)
         if not self.make_room(needed + self._bytes(0, running + 1), desperate):
             return False

@@ -50,6 +50,7 @@ class Checkpoint:
         logits: those after the last token, for prompts that end at the boundary; None until the checkpoint is ready,
             and for the end of an answer.
         leases: requests whose next piece reads the states.
+        packed: ``token_ids`` as bytes, where they are looked up by prefix.
         pins: callers who want it kept whatever happens.
         worth, last_used: order of eviction, kept by the index.
         queued: version of its entry in the order of eviction.
@@ -68,6 +69,7 @@ class Checkpoint:
     logits: Any = None
     leases: int = 0
     pins: int = 0
+    packed: bytes = b""
     worth: float = 0.0
     last_used: int = 0
     queued: int = 0

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from .errors import CheckpointValueError
 
 DIGEST_BYTES = 32
+TOKEN_BYTES = 8
 _MIN_MEDIA_DIGEST_BYTES = 16
 _MEDIA_FOLLOWS = (-1).to_bytes(8, "little", signed=True)
 

@@ -153,13 +153,15 @@ class KVRows:
 
     def _free(self, rows: array[int]) -> None:
         ordered = sorted(rows)
-        i = 0
-        while i < len(ordered):
-            j = i
-            while j + 1 < len(ordered) and ordered[j + 1] == ordered[j] + 1:
-                j += 1
-            self._free_range(ordered[i], ordered[j] + 1)
-            i = j + 1
+        parts = [(0, len(ordered))] if ordered else []
+        while parts:
+            # Halved until it has no gap: most segments are a few long runs.
+            first, stop = parts.pop()
+            if ordered[stop - 1] - ordered[first] == stop - 1 - first:
+                self._free_range(ordered[first], ordered[stop - 1] + 1)
+            else:
+                middle = (first + stop) // 2
+                parts += [(first, middle), (middle, stop)]
 
     def _free_range(self, start: int, stop: int) -> None:
         at = bisect_left(self._free_starts, start)

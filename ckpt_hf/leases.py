@@ -24,6 +24,8 @@ def reserve_missing(index: CheckpointIndex, request: Request) -> list[Checkpoint
                 content,
             )
             assert checkpoint is not None
+            if request.scope is not None:
+                checkpoint.packed = request.packed(boundary)
             request.reserved[boundary] = checkpoint
             taken.append(checkpoint)
     return taken

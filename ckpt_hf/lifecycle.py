@@ -150,7 +150,7 @@ class Lifecycle(Deferral):
     def answer(self, request: Request) -> None:
         """The prompt of ``request`` has been computed."""
         if request.scope is not None and not request.media:
-            self.index.prefixes.remember(request.scope, request.token_ids[: request.prompt_tokens])
+            self.index.prefixes.remember(request.scope, request.packed(request.prompt_tokens))
         if request.decode:
             request.move(RequestStatus.DECODE)
         else:

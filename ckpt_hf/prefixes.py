@@ -1,19 +1,19 @@
 """What prompts have in common beyond the boundaries that they declare.
 
-Token ids are kept as bytes in sorted order, so the longest common prefix with any of them is that with a neighbour.
+Token ids are kept as bytes (:func:`~ckpt_hf.keys.pack_tokens`) in sorted order, so the longest common prefix with any
+of them is that with a neighbour.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from itertools import islice, takewhile
 
 from .checkpoint import Checkpoint
-from .keys import KeyScope, pack_tokens
+from .keys import TOKEN_BYTES, KeyScope, pack_tokens
 
-_TOKEN_BYTES = 8
 _RECENT_PROMPTS = 64
-_NEIGHBOURS = 64
+_NEIGHBOURS = 16
 SEAM_TOKENS = 2
 """Tokens by which ids of one text may differ before a boundary, because of what follows it."""
 
@@ -31,35 +31,36 @@ class PrefixIndex:
         """A checkpoint is ready; one without a scope is ignored."""
         if checkpoint.scope is not None:
             prefixes = self._scopes.setdefault(checkpoint.scope, _Prefixes())
-            prefixes.insert(pack_tokens(checkpoint.token_ids), checkpoint)
+            checkpoint.packed = checkpoint.packed or pack_tokens(checkpoint.token_ids)
+            prefixes.insert(checkpoint.packed, checkpoint)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """A checkpoint that was added is gone."""
         if checkpoint.scope is not None:
             prefixes = self._scopes[checkpoint.scope]
-            prefixes.discard(pack_tokens(checkpoint.token_ids), checkpoint)
+            prefixes.discard(checkpoint.packed, checkpoint)
             if not prefixes:
                 del self._scopes[checkpoint.scope]
 
-    def deepest(self, scope: KeyScope, token_ids: Sequence[int]) -> Checkpoint | None:
-        """The ready checkpoint of the longest prefix of ``token_ids``, declared there or not."""
+    def deepest(self, scope: KeyScope, packed: bytes) -> Checkpoint | None:
+        """The ready checkpoint of the longest prefix of these tokens, declared there or not."""
         prefixes = self._scopes.get(scope)
-        return None if prefixes is None else prefixes.deepest(pack_tokens(token_ids))
+        return None if prefixes is None else prefixes.deepest(packed)
 
-    def overlap(self, scope: KeyScope, token_ids: Sequence[int]) -> int:
-        """Tokens that ``token_ids`` shares at its beginning with a ready checkpoint or a recent prompt of the scope."""
+    def overlap(self, scope: KeyScope, packed: bytes) -> int:
+        """Tokens at the beginning that a ready checkpoint or a recent prompt of the scope has as well."""
         prefixes = self._scopes.get(scope)
-        return 0 if prefixes is None else prefixes.overlap(pack_tokens(token_ids))
+        return 0 if prefixes is None else prefixes.overlap(packed)
 
-    def ends_near(self, scope: KeyScope, token_ids: Sequence[int], common: int) -> list[int]:
-        """Lengths of ready checkpoints that leave ``token_ids`` after ``common`` tokens and end right there."""
+    def ends_near(self, scope: KeyScope, packed: bytes, common: int) -> list[int]:
+        """Lengths of ready checkpoints that leave these tokens after ``common`` of them and end right there."""
         prefixes = self._scopes.get(scope)
-        return [] if prefixes is None else prefixes.ends_near(pack_tokens(token_ids[:common]))
+        return [] if prefixes is None else prefixes.ends_near(packed[: common * TOKEN_BYTES])
 
-    def remember(self, scope: KeyScope, token_ids: Sequence[int]) -> None:
+    def remember(self, scope: KeyScope, packed: bytes) -> None:
         """A prompt was computed; the latest ones of a scope are remembered while the scope has a checkpoint."""
         if (prefixes := self._scopes.get(scope)) is not None:
-            prefixes.remember(pack_tokens(token_ids))
+            prefixes.remember(packed)
 
 
 class _Prefixes:
@@ -96,9 +97,9 @@ class _Prefixes:
 
     def ends_near(self, packed: bytes) -> list[int]:
         at = bisect_left(self._sorted, packed)
-        limit = len(packed) + SEAM_TOKENS * _TOKEN_BYTES
-        near = (other for other in self._sorted[at : at + _NEIGHBOURS] if other.startswith(packed))
-        return [len(o) // _TOKEN_BYTES for o in near if len(packed) < len(o) <= limit and o in self._checkpoints]
+        limit = len(packed) + SEAM_TOKENS * TOKEN_BYTES
+        near = takewhile(lambda other: other.startswith(packed), islice(self._sorted, at, at + _NEIGHBOURS))
+        return [len(o) // TOKEN_BYTES for o in near if len(packed) < len(o) <= limit and o in self._checkpoints]
 
     def deepest(self, packed: bytes) -> Checkpoint | None:
         """Prefixes of ``packed`` sort before it; each neighbour that is none says how much shorter the next can be."""
@@ -108,7 +109,7 @@ class _Prefixes:
             at = bisect_left(self._sorted, packed)
             if not at:
                 return None
-            packed = packed[: _TOKEN_BYTES * _common(packed, self._sorted[at - 1])]
+            packed = packed[: TOKEN_BYTES * _common(packed, self._sorted[at - 1])]
         return None
 
     def _drop(self, packed: bytes) -> None:
@@ -118,10 +119,10 @@ class _Prefixes:
 
 def _common(first: bytes, second: bytes) -> int:
     """Leading tokens that are equal, found by halving: comparing bytes is far faster than looking at each token."""
-    low, high = 0, min(len(first), len(second)) // _TOKEN_BYTES
+    low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        if first[: middle * _TOKEN_BYTES] == second[: middle * _TOKEN_BYTES]:
+        if first[: middle * TOKEN_BYTES] == second[: middle * TOKEN_BYTES]:
             low = middle
         else:
             high = middle - 1

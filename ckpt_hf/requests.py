@@ -8,7 +8,7 @@ from enum import Enum
 
 from .checkpoint import Checkpoint, Retention
 from .errors import CheckpointRuntimeError, CheckpointValueError
-from .keys import KeyScope, Media
+from .keys import TOKEN_BYTES, KeyScope, Media, pack_tokens
 from .kv import KVSegment
 
 
@@ -90,6 +90,7 @@ class Request:
     stalled_since: int = 0
     in_step: int | None = None
     finish_reason: str | None = None
+    _packed: bytes = b""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prefill_stop = len(self.token_ids)
@@ -98,6 +99,13 @@ class Request:
     def has_next_token(self) -> bool:
         """Whether the request decodes and its newest token has not been computed yet."""
         return self.status is RequestStatus.DECODE and self.position == len(self.token_ids) - 1
+
+    def packed(self, stop: int) -> bytes:
+        """The first ``stop`` tokens as bytes."""
+        size = TOKEN_BYTES * stop
+        if len(self._packed) < size:
+            self._packed = pack_tokens(self.token_ids[:stop])
+        return self._packed[:size]
 
     def describe(self) -> str:
         """Where it is, for error messages."""

@@ -183,6 +183,7 @@ class Scheduler(Lifecycle):
         )
         admitting = True
         while draft.has_budget:
+            admitting = admitting and not self.admission.full(len(self._running))
             waiting = self.waiting.first() if admitting else None
             if under_way and (waiting is None or under_way[-1].rank <= waiting.rank):
                 self._prefill(under_way.pop(), draft)

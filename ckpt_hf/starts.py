@@ -51,8 +51,10 @@ def explain_misses(index: CheckpointIndex, request: Request, position: int) -> d
         if boundary > position:
             reasons[boundary] = index.why_absent(key, content, request.scope)
     if request.scope is not None:
-        common = index.prefixes.overlap(request.scope, request.token_ids[: request.prompt_tokens])
-        for end in index.prefixes.ends_near(request.scope, request.token_ids, common):
+        packed = request.packed(request.prompt_tokens)
+        common = index.prefixes.overlap(request.scope, packed)
+        unseen = Reason.NEVER_SEEN in reasons.values()
+        for end in index.prefixes.ends_near(request.scope, packed, common) if unseen else ():
             for boundary in reasons:
                 if abs(boundary - end) <= SEAM_TOKENS and reasons[boundary] is Reason.NEVER_SEEN:
                     reasons[boundary] = Reason.SEAM
@@ -64,9 +66,9 @@ def explain_misses(index: CheckpointIndex, request: Request, position: int) -> d
 def _undeclared(index: CheckpointIndex, request: Request) -> Checkpoint | None:
     if request.scope is None or request.media:
         return None  # what placeholders stand for is not in the tokens, so only whole keys can be compared
-    checkpoint = index.prefixes.deepest(request.scope, request.token_ids[: request.prefill_stop])
+    checkpoint = index.prefixes.deepest(request.scope, request.packed(request.prefill_stop))
     if checkpoint is not None and not _usable(request, checkpoint):
-        checkpoint = index.prefixes.deepest(request.scope, request.token_ids[: request.prefill_stop - 1])
+        checkpoint = index.prefixes.deepest(request.scope, request.packed(request.prefill_stop - 1))
     return checkpoint
 
 
