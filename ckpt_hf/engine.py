@@ -16,13 +16,13 @@ from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
 from .events import EventSinks
 from .handles import Handle
-from .outputs import GenerationOutput
+from .outputs import GenerationOutput, HandleStatus
 from .patching import patch, unpatch
 from .pins import Pin
 from .request_settings import Extras, SettingsReader
 from .runner import RUNNER_ATTRIBUTE, runner_of
 from .step_loop import StepLoop
-from .submissions import PromptReader, Submission, check_options, length_of, request_names
+from .submissions import PromptReader, Submission, check_in_flight, check_options, length_of, request_names
 
 _IN_FLIGHT = 512
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -152,8 +152,7 @@ class Engine:
             prompts: an iterable of prompts, or a batch of :func:`ckpt_hf.encode` or of a tokenizer.
             generation_config, options: as :meth:`submit`, for all of them.
         """
-        if not isinstance(in_flight, int) or in_flight < 1:
-            raise CheckpointValueError(f"in_flight must be an int >= 1, got {in_flight!r}")
+        check_in_flight(in_flight)
         return self._stream(self._prompts.rows(prompts), generation_config, in_flight, options)
 
     def map(
@@ -218,7 +217,7 @@ class Engine:
         handles: deque[Handle] = deque()
         try:
             for prompt in prompts:
-                handles.append(self.submit(prompt, config, **options))
+                handles.append(self._submit_one(prompt, config, options))
                 if len(handles) == in_flight:
                     yield _ended(handles.popleft())
             while handles:
@@ -226,6 +225,17 @@ class Engine:
         finally:
             for handle in handles:
                 handle.cancel()
+
+    def _submit_one(self, prompt: Any, config: Any, options: dict[str, Any]) -> Handle:
+        """A prompt that cannot be read fails alone; settings that are wrong are wrong for all."""
+        own = dict(options)
+        try:
+            read = self._prompts.read(prompt, own.pop("checkpoint_positions", None))
+        except CheckpointValueError as error:
+            handle = Handle(GenerationOutput(next(self._names), []), self._tokenizer, self._loop.cancel)
+            handle.end(HandleStatus.FAILED, "failed", None, error)
+            return handle
+        return self.submit(read, config, **own)
 
 
 def _ended(handle: Handle) -> GenerationOutput:

@@ -110,6 +110,12 @@ def check_options(salt: Any, priority: Any, seed: Any) -> str:
     return salt or ""
 
 
+def check_in_flight(in_flight: Any) -> None:
+    """Raise CheckpointValueError unless it is a number of requests."""
+    if not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1:
+        raise CheckpointValueError(f"in_flight must be an int >= 1, got {in_flight!r}")
+
+
 def request_names() -> Iterator[str]:
     """Names for requests that the caller gave none, as transformers' ``generate_batch`` numbers them."""
     return (f"req_{number}" for number in itertools.count())

@@ -214,6 +214,16 @@ def test_map_reads_an_encoded_batch(engine: Engine) -> None:
     assert sum(output.usage.cached_tokens for output in outputs if output.usage is not None) == 30
 
 
+def test_a_prompt_that_cannot_be_read_fails_alone(engine: Engine) -> None:
+    rows: list[Any] = [[1, 2, 3], None, [4, 5], [], [9999], [6]]
+    outputs = engine.map(rows, progress_bar=False, **GREEDY)
+    assert [output.status is HandleStatus.FAILED for output in outputs] == [False, True, False, True, True, False]
+    good = [outputs[i].generated_tokens for i in (0, 2, 5)]
+    assert good == alone(plain_model(), [[1, 2, 3], [4, 5], [6]])
+    with pytest.raises(CheckpointValueError, match="'max_tokens'"):
+        engine.map(rows, progress_bar=False, max_tokens=3)
+
+
 def test_leaving_imap_cancels_the_rest(engine: Engine, model: Any) -> None:
     prompts = itertools.chain([[7] * 295], itertools.repeat([7, 8, 9]))
     results = engine.imap(prompts, max_length=300, in_flight=16)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +212,15 @@ def test_preempted_requests_give_the_same_answers() -> None:
         assert preempted
         with pytest.raises(CheckpointRuntimeError, match="bytes of memory"):
             engine.submit(random_ids(500, 1), max_new_tokens=1).result(60)
+
+
+def test_the_readme_s_example() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"<!-- engine-example -->\n```python\n(.*?)```", text, re.DOTALL)
+    tokenizer = build_bpe()
+    with patched_model("dense-2", tokenizer, 450) as model:
+        names: dict[str, Any] = {"ckpt_hf": ckpt_hf, "model": model, "tokenizer": tokenizer, "prompt": "red shoes"}
+        names |= {"prompts": ["blue hats", "red hats"], "system_prompt": "shoes and hats"}
+        exec(example, names)
+    assert len(names["output"].generated_tokens) == 64
+    assert [len(output.generated_tokens) for output in names["outputs"]] == [16, 16]

@@ -76,6 +76,7 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
                     assert tokens == answers[number % PERIOD]
                     checked += 1
             rounds.append(figures(model))
+        assert not len(engine._loop._answers)
     assert_no_leaks(model)
     assert checked > 500
     stats = ckpt_hf.stats(model)
