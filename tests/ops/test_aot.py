@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckpt_ops import Segment, SegmentTable, launch, launch_conv
+from ckpt_ops import Segment, SegmentTable, launch, launch_attention, launch_conv
 from ckpt_ops.blocks import Config, choose_config
 from ckpt_ops.testing import make_delta_rule_inputs, make_pool
 
@@ -20,7 +20,14 @@ from ckpt_ops.testing import make_delta_rule_inputs, make_pool
 LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DELTA_RULE = ("intra_kernel", "chain_kernel", "gdn_decode_kernel")
 CONVOLUTION = ("conv_prefill_kernel", "conv_decode_kernel")
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 # Each class of block sizes, a head dimension that is no power of two, and both half types.
 SHAPES = [
     (torch.bfloat16, 128, 128),
@@ -66,7 +73,7 @@ class Recorder:
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     found = {}
-    for module, names in ((launch, DELTA_RULE), (launch_conv, CONVOLUTION)):
+    for module, names in ((launch, DELTA_RULE), (launch_conv, CONVOLUTION), (launch_attention, ATTENTION)):
         for name in names:
             found[name] = Recorder(getattr(module, name))
             monkeypatch.setattr(module, name, found[name])
@@ -111,6 +118,27 @@ def test_convolution_kernels(recorders: dict[str, Recorder], dtype: torch.dtype,
     launch.causal_conv1d_prefill(x, weight, None, *links, "silu")
     launch.causal_conv1d_decode(x[:2], weight, bias, states, table.sources, "silu")
     for name in CONVOLUTION:
+        compiled = list(recorders[name].compile(capability))
+        assert compiled
+        for binary in compiled:
+            assert binary.metadata.shared <= LIMITS[capability], f"{name}: {binary.metadata.shared} bytes"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "capability"),
+    [
+        *((dtype, 16, 4, 256, capability) for dtype in (torch.bfloat16, torch.float32) for capability in LIMITS),
+        (torch.float16, 6, 2, 40, 90),
+    ],
+    ids=str,
+)
+def test_attention_kernels(
+    recorders: dict[str, Recorder], dtype: torch.dtype, heads: int, kv_heads: int, dim: int, capability: int
+) -> None:
+    query, keys, values = (make_pool(*shape, dtype=dtype) for shape in ((2, heads, dim), *[(64, kv_heads, dim)] * 2))
+    table, at = torch.zeros((3, 256), dtype=torch.int32), torch.ones(2, dtype=torch.int64)
+    launch_attention.decode_attention(query, keys, values, table, at, at, dim**-0.5)
+    for name in ATTENTION:
         compiled = list(recorders[name].compile(capability))
         assert compiled
         for binary in compiled:

@@ -79,7 +79,7 @@ def test_a_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
 
 
 def test_no_rows(backend: Backend) -> None:
-    table, positions, pool = make_rows((3,))
+    table, _, pool = make_rows((3,))
     query, keys = torch.empty((0, 4, 16)), torch.randn(pool, 2, 16)
     empty = torch.empty(0, dtype=torch.int64)
     assert attend(backend, query, keys, keys, table, empty, empty, scale=1.0).shape == (0, 4, 16)
