@@ -25,7 +25,8 @@ class CheckpointConfig:
             they are short, requests wait, and running ones are computed again later.
         state_dtype: dtype of the stored recurrent states. One rounding of a state to bfloat16 moves the logits of a
             bfloat16 model by about as much as a whole extra layer of rounding, so float32 is the default.
-        decode_graphs: on a GPU, replay decode steps as CUDA graphs, one for each of some batch sizes.
+        decode_graphs: on a GPU, replay decode steps as CUDA graphs, one for each of some batch sizes. Python code of
+            the model, forward hooks among it, runs when a graph is recorded and not when it is replayed.
         verify: compare a packed forward of a few tokens with the unpatched model when patching.
 
     Raises:
