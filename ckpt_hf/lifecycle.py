@@ -203,9 +203,10 @@ class Lifecycle(Deferral):
         self.tell("started", heir, position=heir.position, cached=heir.position)
 
     def _pin_if_asked(self, request: Request, boundary: int, checkpoint: Checkpoint) -> None:
-        if boundary in request.pins:
+        if boundary in request.pins and boundary not in request.pinned:
             try:
                 self.pin(checkpoint)
+                request.pinned.add(boundary)
             except CheckpointRuntimeError:  # the limits have no room: whoever asked sees that the pin is gone
                 request.pins -= {boundary}
 

@@ -281,6 +281,7 @@ class Simulation:
         self.states[request.slot] = self.rows[request.kv.rows[-1]] = history[request.position + 1]
         seen = [self.rows.get(row) for segment in request.kv.path() for row in segment.rows]
         assert seen == history[1 : request.position + 2], "attention of a decoding request reads other tokens"
+        self.computed[history[request.position + 1]] += 1
 
     def _fail(self, plan: StepPlan, broken: Collection[int] | None) -> None:
         self._forget_freed()

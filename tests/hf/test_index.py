@@ -205,3 +205,102 @@ def test_a_new_checkpoint_forgets_that_it_was_evicted() -> None:
     ready(index, "a", retention=EPHEMERAL)
     index.enforce_limits()
     assert index.why_absent(b"a") == "never seen"
+
+
+@pytest.mark.parametrize(
+    "kinds", [(EPHEMERAL, SOFT, DECLARED), (DECLARED, SOFT, EPHEMERAL), (SOFT, DECLARED, DECLARED)]
+)
+def test_declared_ones_outlive_soft_ones(kinds: tuple[Retention, ...]) -> None:
+    index = index_of(slots=1)
+    for name, kind in zip("abc", kinds, strict=True):
+        ready(index, name, retention=kind)
+    index.enforce_limits()
+    last = max(range(3), key=lambda i: (kinds[i], i))
+    assert names(index) == {"abc"[last]}
+
+
+def test_more_tokens_a_byte_stay_longer() -> None:
+    """A long prefix saves more than a short one for about the same bytes; in time an unused one goes all the same."""
+    index = index_of(slots=2)
+    ready(index, "l", length=100)  # 100 tokens in 200 bytes
+    survived = 0
+    for i in range(40):
+        ready(index, "abcdefghij"[i % 10] + str(i), length=4)  # 4 tokens in 104 bytes
+        index.enforce_limits()
+        survived += "l" in names(index)
+    # The floor rises with every second one that goes: two short ones are there at any time.
+    assert survived == pytest.approx(2 * (100 / 200) / (4 / 104), abs=2)
+
+
+def test_a_checkpoint_that_becomes_declared_is_kept_like_one() -> None:
+    index = index_of(slots=1)
+    soft = ready(index, "a", retention=SOFT)
+    index.want_kept(soft, DECLARED)
+    index.want_kept(soft, EPHEMERAL)
+    ready(index, "b", retention=SOFT)
+    index.enforce_limits()
+    assert names(index) == {"a"}
+
+
+def test_a_pinned_one_stays_until_it_is_let_go() -> None:
+    index = index_of(slots=1)
+    pinned = ready(index, "a")
+    index.pin(pinned)
+    index.pin(pinned)
+    for name in "bc":
+        ready(index, name)
+        index.enforce_limits()
+        assert names(index) == {"a"}
+    assert not index.evict_one(wanted_too=True)
+    index.unpin(pinned)
+    ready(index, "d")
+    index.enforce_limits()
+    assert names(index) == {"a"}
+    index.unpin(pinned)
+    ready(index, "e")
+    index.enforce_limits()
+    assert names(index) == {"e"}
+    index.unpin(pinned)
+
+
+def test_pins_never_break_the_limits() -> None:
+    index = index_of(slots=2, max_bytes=310)
+    first, second = ready(index, "a"), ready(index, "b", length=200)
+    index.pin(first)
+    with pytest.raises(CheckpointRuntimeError, match="2 pinned checkpoints would take 404 bytes; the limits are 2"):
+        index.pin(second)
+    index.drop(second)
+    index.pin(ready(index, "c"))
+    with pytest.raises(CheckpointRuntimeError, match="3 pinned checkpoints would take"):
+        index.pin(ready(index, "d"))
+
+
+@pytest.mark.parametrize("status", [UNREADY, ABSENT])
+def test_only_a_ready_one_can_be_pinned(status: CheckpointStatus) -> None:
+    index = index_of()
+    checkpoint = index.reserve(b"a", [1], 1)
+    assert checkpoint is not None
+    if status is ABSENT:
+        index.drop(checkpoint)
+    with pytest.raises(CheckpointRuntimeError, match=f"this one is {status.value}"):
+        index.pin(checkpoint)
+
+
+def test_one_that_is_wanted_goes_only_when_nothing_else_helps() -> None:
+    index = index_of()
+    ready(index, "a")
+    ready(index, "b", length=50)
+    index.want(b"a")
+    assert index.evict_one()
+    assert names(index) == {"a"}
+    assert not index.evict_one()
+    assert index.evict_one(wanted_too=True)
+    assert len(index) == 0
+
+
+def test_ten_thousand_uses_leave_a_short_queue() -> None:
+    index = index_of()
+    kept = [ready(index, name) for name in "abc"]
+    for i in range(10_000):
+        index.touch(kept[i % 3])
+    assert len(index._queue._heap) < 200

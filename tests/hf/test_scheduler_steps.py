@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from ckpt_hf.errors import CheckpointRuntimeError
+from ckpt_hf.index import CheckpointStatus
 from ckpt_hf.requests import RequestStatus
 
 from .invariants import check_invariants, run_to_the_end
@@ -63,6 +64,53 @@ class TestMixedSteps:
         for _ in range(10):
             sim.step([r for r in running if not r.has_next_token])
         assert {r.position for r in running} <= {7, 8}
+
+    def test_nothing_to_do_109(self) -> None:
+        sim = Simulation()
+        assert sim.step() is None
+        sim.add([1, 2])
+        sim.prefill()
+        assert sim.step() is None, "the request has no next token yet"
+        sim.finish_all()
+        assert sim.step() is None
+
+    def test_a_mixed_step_publishes_only_what_it_wrote_20(self) -> None:
+        """One checkpoint is completed beside decoding rows, one is cut by the budget: only the first can be read."""
+        sim = Simulation(200)
+        running = [sim.add([i, i]) for i in range(1, 9)]
+        sim.prefill()
+        first, second = sim.add([*ANCHOR[:60], 1], [60]), sim.add(ANCHOR[::-1], [190])
+        plan = sim.step(running)
+        assert plan is not None
+        assert [(p.request, p.start, p.stop) for p in plan.pieces if p.length] == [
+            (first, 0, 60),
+            (second, 0, 128),
+            (first, 60, 61),
+        ]
+        assert sim.ready(ANCHOR[:60]) is not None
+        assert sim.ready(ANCHOR[::-1][:190]) is None
+        assert second.reserved[190].status is CheckpointStatus.UNREADY
+        check_invariants(sim)
+
+    def test_a_request_that_joins_a_running_batch_gets_rows_of_its_own_35_94(self) -> None:
+        """Rows and slots go by request, never by its place in the batch, which changes as others end."""
+        sim = Simulation(100)
+        running = [sim.add([i] * 3) for i in range(1, 6)]
+        sim.prefill()
+        for turn in range(10):
+            sim.cancel(running.pop(turn % 4))
+            running.append(sim.add([50 + turn] * 3))
+            sim.step([r for r in running if r.status is DECODE])
+            check_invariants(sim)
+        assert sim.slots.high_water <= 6
+
+    def test_two_items_larger_than_a_step_11_84(self) -> None:
+        """Boundaries right behind long stretches that cannot be cut there: each step still computes something."""
+        sim = Simulation(64)
+        sim.add([1] * 500, [1, 2, 249, 250, 251, 499, 500])
+        sim.add([2] * 500, [250])
+        for plan in sim.prefill():
+            assert plan.num_tokens > 0
 
     def test_two_plans_at_once(self) -> None:
         sim = Simulation()
@@ -132,7 +180,7 @@ class TestWaiting:
                 sim.step()
             run_to_the_end(sim)
             totals.add(sim.computed.total())
-        assert totals == {150 + 1 + 1 + 70}
+        assert totals == {150 + 1 + 1 + 70 + len(prompts)}, "or else than the prompts and a token of each answer"
 
     def test_whoever_is_waited_for_goes_first(self) -> None:
         """A request of low priority computes what one of high priority waits for: it must not be overtaken."""
