@@ -50,7 +50,9 @@ class SlotAllocator:
             CheckpointRuntimeError: ``slot`` does not belong to ``owner``.
         """
         if self._owners.get(slot) != owner:
-            raise CheckpointRuntimeError(f"slot {slot} belongs to {self._owners.get(slot)!r}, {owner!r} cannot hand it on")
+            raise CheckpointRuntimeError(
+                f"slot {slot} belongs to {self._owners.get(slot)!r}, {owner!r} cannot hand it on"
+            )
         self._owners[slot] = new_owner
 
     def owner(self, slot: int) -> Hashable | None:

@@ -180,7 +180,7 @@ class TestWaiting:
                 sim.step()
             run_to_the_end(sim)
             totals.add(sim.computed.total())
-        assert totals == {150 + 1 + 1 + 70 + len(prompts)}, "or else than the prompts and a token of each answer"
+        assert totals == {150 + 1 + 1 + 70 + len(prompts)}, "more than the prompts and a token of each answer"
 
     def test_whoever_is_waited_for_goes_first(self) -> None:
         """A request of low priority computes what one of high priority waits for: it must not be overtaken."""
