@@ -127,7 +127,9 @@ class DecodeGraphs:
         if self._capture:
             try:
                 self._record(entry)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
+            except torch.OutOfMemoryError:
+                entry.graph = None  # this size runs as it is until there is reason to try again
+            except RuntimeError as error:
                 entry.graph, self._capture = None, False
                 warnings.warn(
                     f"decode steps run without CUDA graphs, because recording one failed: {error!r}",
