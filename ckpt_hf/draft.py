@@ -115,8 +115,10 @@ class PlanDraft:
             for i in sorted(level, key=lambda i: prefix_rank[self._pieces[i].kv.parent]):
                 place[i] = len(order)
                 order.append(i)
-        pieces = tuple(replace(self._pieces[i], parent=place[self._pieces[i].parent]) for i in order)
-        logits = tuple(w if w.piece is None else replace(w, piece=place[w.piece]) for w in self._logits)
+        pieces = tuple(
+            p if p.parent < 0 else replace(p, parent=place[p.parent]) for p in (self._pieces[i] for i in order)
+        )
+        logits = tuple(w if w.piece is None else LogitsWanted(w.request, place[w.piece]) for w in self._logits)
         return StepPlan(pieces, logits, tuple(self._decodes), step)
 
     def _end_at_boundary(self, request: Request, base: Checkpoint | None, parent: int, source: int) -> None:

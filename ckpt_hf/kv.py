@@ -91,6 +91,9 @@ class KVRows:
     def extend(self, segment: KVSegment, count: int) -> None:
         """Append ``count`` rows to ``segment``."""
         self._used += count
+        if count == 1:  # each answer, in each step
+            segment.rows.append(self._take_one())
+            return
         while count:
             start, stop = self._take(count)
             segment.rows.extend(range(start, stop))
@@ -132,6 +135,18 @@ class KVRows:
         for segment, count in children.items():
             if segment not in self._segments or segment.refs < count:
                 raise CheckpointRuntimeError("a key/value segment was freed while a child still continues it")
+
+    def _take_one(self) -> int:
+        """The lowest free row."""
+        if not self._free_starts:
+            self.high_water += 1
+            return self.high_water - 1
+        row = self._free_starts[0]
+        if row + 1 == self._free_stops[0]:
+            del self._free_starts[0], self._free_stops[0]
+        else:
+            self._free_starts[0] = row + 1
+        return row
 
     def _take(self, count: int) -> tuple[int, int]:
         """A contiguous range of at most ``count`` free rows: a hole that fits, else new rows, never a split hole."""
