@@ -86,10 +86,6 @@ class DecodeGraphs:
         self.identity = b""
         self.replays = 0
 
-    def forget(self) -> None:
-        """Drop all graphs; needed when the model computes something else at the same addresses."""
-        self._buckets.clear()
-
     def run(self, pieces: Sequence[Piece]) -> Tensor | None:
         """Compute one token for each of ``pieces``.
 

@@ -116,13 +116,11 @@ def reset_stats(model: nn.Module) -> None:
 
 
 def clear(model: nn.Module) -> None:
-    """Forget every checkpoint of a patched model, and the CUDA graphs of its decode steps."""
+    """Forget every checkpoint of a patched model."""
     runner = runner_of(model)
     with runner.lock:
         if runner.started:
             runner.index.clear()
-            if runner.memory.graphs is not None:
-                runner.memory.graphs.forget()
 
 
 def _check_placement(model: nn.Module) -> None:
