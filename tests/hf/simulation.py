@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from ckpt_hf.admission import AdmissionLimits
-from ckpt_hf.draft import STATE_CHUNK_TOKENS
 from ckpt_hf.events import FIELDS, Event, short_key
 from ckpt_hf.index import Checkpoint, CheckpointIndex, CheckpointLimits, CheckpointStatus
 from ckpt_hf.keys import CONTENT, KeyScope, checkpoint_keys
@@ -20,32 +19,13 @@ from ckpt_hf.plan import Piece, StepPlan
 from ckpt_hf.requests import Request, RequestStatus
 from ckpt_hf.scheduler import Scheduler
 from ckpt_hf.slots import SlotAllocator
-from ckpt_ops import Segment, SegmentTable
+
+from .histories import Histories
+from .plan_checks import check_isolation, check_plan
 
 BYTES_PER_SLOT, BYTES_PER_TOKEN, BYTES_OF_LOGITS = 1000, 10, 100
 WAITS = (RequestStatus.WAITING, RequestStatus.DEFERRED)
 GARBAGE = -1
-
-
-class Histories:
-    """Token sequences by number: two numbers are equal only when the sequences are, token for token."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._known: dict[Request | Checkpoint, list[int]] = {}
-
-    def of(self, owner: Request | Checkpoint) -> list[int]:
-        """Number of each prefix of the owner's tokens, which may have grown; the empty one, 0, comes first."""
-        return self._extend(self._known.setdefault(owner, [0]), owner.token_ids)
-
-    def prefixes(self, token_ids: Sequence[int]) -> list[int]:
-        """The same for bare token ids."""
-        return self._extend([0], token_ids)
-
-    def _extend(self, known: list[int], token_ids: Sequence[int]) -> list[int]:
-        for token in token_ids[len(known) - 1 :]:
-            known.append(self._numbers.setdefault((known[-1], token), len(self._numbers) + 1))
-        return known
 
 
 class _WatchedSlots(SlotAllocator):
@@ -221,6 +201,7 @@ class Simulation:
     def _commit(self, plan: StepPlan, cancelled: Iterable[Request] = ()) -> None:
         self._check_memory()
         check_plan(plan, self.slots.high_water)
+        check_isolation(plan)
         finals = self._run(plan.pieces)
         for i, piece in enumerate(plan.pieces):
             if piece.publishes is not None:
@@ -329,23 +310,3 @@ class Simulation:
     def _note_owners(self) -> None:
         self._slot_owners = {slot: self.slots.owner(slot) for slot in range(self.slots.high_water)}
         self._row_owners = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
-
-
-def check_plan(plan: StepPlan, num_slots: int) -> None:
-    """The shape of a plan: what the ops demand, the order that attention relies on, and where pieces may end."""
-    pieces = plan.pieces
-    SegmentTable.build([Segment(p.length, p.parent, p.source, p.destination) for p in pieces], num_slots, "cpu")
-    for piece in pieces:
-        assert piece.depth == (0 if piece.parent < 0 else pieces[piece.parent].depth + 1)
-        inside = [b for b in piece.request.reserved if piece.start < b < piece.stop]
-        assert not inside, "a piece runs over a boundary that its request produces"
-        produced = piece.request.reserved.get(piece.stop) if piece.length else None
-        assert piece.publishes is produced
-        if piece.publishes is None and piece.stop < piece.request.prefill_stop:
-            assert (piece.kv_before + piece.length) % STATE_CHUNK_TOKENS == 0, "cut off the grid"
-    for depth in {p.depth for p in pieces}:
-        prefixes = [p.kv.parent for p in pieces if p.depth == depth]
-        changes = [b for a, b in zip([object(), *prefixes], prefixes, strict=False) if a is not b]
-        assert len(changes) == len(set(changes)), "pieces with one prefix are apart"
-    without = [p.kv.parent is None for p in pieces]
-    assert without == sorted(without, reverse=True), "a piece without a prefix behind one that has one"
