@@ -63,13 +63,13 @@ class CheckpointStats:
 
 
 def report_row(request: Request, notes: tuple[str, ...]) -> RowReport:
-    """The report of a request whose prompt has been computed."""
+    """The report of a request whose prompt has been computed; the end of a turn that nobody declared is not in it."""
     computed = min(request.computed_tokens, request.prompt_tokens - request.cached_tokens)
     return RowReport(
         request.prompt_tokens,
         request.cached_tokens,
         computed,
-        request.boundaries,
-        {position: for_caller(reason) for position, reason in request.reasons.items()},
+        tuple(boundary for boundary in request.boundaries if boundary not in request.soft),
+        {position: for_caller(reason) for position, reason in request.reasons.items() if position not in request.soft},
         notes,
     )

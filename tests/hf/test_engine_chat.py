@@ -74,6 +74,9 @@ def test_ends_are_kept_at_no_extra_forward(engine: Engine, model: Any) -> None:
     plain = ckpt_hf.stats(model)
     engine.submit(TURNS[2], keep_prompt=True, keep_answer=True, **GREEDY).result(60)
     kept = ckpt_hf.stats(model)
+    usage = engine.submit(TURNS[1], keep_prompt=True, checkpoint_positions=[4], **GREEDY).result(60).usage
+    assert usage is not None
+    assert (usage.boundaries, usage.reasons) == ((4,), {4: "never seen"})
     assert kept.prefill_steps - plain.prefill_steps == plain.prefill_steps
     assert kept.decode_steps - plain.decode_steps == plain.decode_steps
     assert (plain.checkpoints, kept.checkpoints) == (0, 2)
