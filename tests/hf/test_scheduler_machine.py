@@ -25,7 +25,7 @@ from .simulation import BYTES_PER_SLOT, BYTES_PER_TOKEN, Simulation
 
 # Lengths round the grid of 64 tokens. Each level offers few alternatives, so that most prompts share a prefix.
 LEVELS = ((64, 5, 1), (200, 63, 1), (65, 2), (150, 33))
-BUDGETS = (100, 64, 85, 127, 128, 300, 4096)
+BUDGETS = (64, 64, 85, 100, 127, 128, 300, 4096)
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,9 @@ def random_prompt(rng: random.Random) -> RandomPrompt:
 
 
 def prompts() -> st.SearchStrategy[RandomPrompt]:
-    """One of many prompts, short ones first; drawing each of their parts would take most of the time."""
+    """One of many prompts, in no order; drawing each of their parts would take most of the time."""
     rng = random.Random(0)
-    pool = sorted((random_prompt(rng) for _ in range(3000)), key=lambda prompt: (prompt.length, len(prompt.boundaries)))
-    return st.sampled_from(pool)
+    return st.sampled_from([random_prompt(rng) for _ in range(3000)])
 
 
 PROMPTS = prompts()
@@ -121,18 +120,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def decoding(self) -> list[Request]:
         return self.those_that(lambda r: r.status is RequestStatus.DECODE and not r.has_next_token)
 
-    def some(self, data: st.DataObject, requests: list[Request]) -> list[Request]:
-        rows = data.draw(st.sets(st.integers(0, len(requests) - 1)), label="rows") if requests else set()
-        return [requests[row] for row in sorted(rows)]
+    def fits(self, length: int) -> bool:
+        limit = self.sim.scheduler.admission.limits.memory_bytes
+        return limit is None or BYTES_PER_SLOT + (length + 1) * BYTES_PER_TOKEN <= limit
+
+    def some(self, data: st.DataObject, things: list[Any]) -> list[Any]:
+        rows = data.draw(st.sets(st.integers(0, len(things) - 1)), label="rows") if things else set()
+        return [things[row] for row in sorted(rows)]
 
     def one(self, data: st.DataObject, things: Sequence[Any]) -> Any:
         return things[data.draw(st.integers(0, len(things) - 1), label="row")]
 
     def add(self, prompt: RandomPrompt) -> None:
         if len(self.sim.scheduler.requests) < 12:
-            limit = self.sim.scheduler.admission.limits.memory_bytes
-            fits = limit is None or BYTES_PER_SLOT + (prompt.length + 1) * BYTES_PER_TOKEN <= limit
-            with nullcontext() if fits else pytest.raises(CheckpointValueError, match="bytes of memory"):
+            with (
+                nullcontext()
+                if self.fits(prompt.length)
+                else pytest.raises(CheckpointValueError, match="bytes of memory")
+            ):
                 self.sim.add(**prompt.arguments())
         self.last = prompt
 
@@ -152,44 +157,49 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.sim.step(self.some(data, self.decoding()), token)
 
-    @rule(data=st.data())
-    def cancel_within_a_step(self, data: st.DataObject) -> None:
-        self.sim.step(self.decoding(), cancelled=self.some(data, list(self.sim.scheduler.requests)))
-
-    @rule(data=st.data(), broken=st.one_of(st.none(), st.sets(st.integers(0, 8))))
-    def fail_step(self, data: st.DataObject, broken: set[int] | None) -> None:
-        self.sim.fail_step(self.some(data, self.decoding()), broken)
+    @rule(data=st.data(), how=st.sampled_from(["cancelled within", "broken", "out of memory"]))
+    def disturb_a_step(self, data: st.DataObject, how: str) -> None:
+        if how == "cancelled within":
+            self.sim.step(self.decoding(), cancelled=self.some(data, list(self.sim.scheduler.requests)))
+        elif how == "broken":
+            self.sim.fail_step(self.some(data, self.decoding()), data.draw(st.sets(st.integers(0, 8)), label="pieces"))
+        else:
+            self.sim.fail_step(self.decoding())
+            self.sim.shrink()
 
     @precondition(lambda self: self.sim.scheduler.requests)
     @rule(data=st.data(), reason=st.sampled_from(["cancelled", "failed", "length", "eos"]))
     def finish(self, data: st.DataObject, reason: str) -> None:
         self.sim.cancel(self.one(data, self.sim.scheduler.requests), reason)
 
+    @precondition(lambda self: any(r.reserved and r.state_in_slot for r in self.sim.scheduler.running))
+    @rule(data=st.data(), reason=st.sampled_from(["cancelled", "failed", "length"]), waiters=st.integers(0, 2))
+    def lose_a_producer(self, data: st.DataObject, reason: str, waiters: int) -> None:
+        """Half way to a checkpoint that others, with other boundaries or another end, may wait for."""
+        producer = self.one(data, [r for r in self.sim.scheduler.running if r.reserved and r.state_in_slot])
+        for i in range(waiters):
+            kept = self.some(data, list(zip(producer.boundaries, producer.keys, strict=True)))
+            same = self.sim.request([*producer.token_ids, i], [b for b, _ in kept])
+            same.keys, same.scope = tuple(key for _, key in kept), producer.scope
+            if self.fits(len(same.token_ids)):
+                self.sim.scheduler.add(same)
+        self.sim.cancel(producer, reason)
+
     @precondition(lambda self: self.sim.scheduler.running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         self.sim.preempt(self.one(data, self.sim.scheduler.running))
 
-    @rule()
-    def run_out_of_memory(self) -> None:
-        self.sim.fail_step(self.decoding())
-        self.sim.shrink()
-
-    @precondition(lambda self: len(self.sim.index))
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        checkpoint = self.one(data, self.sim.index.checkpoints)
-        with suppress(CheckpointRuntimeError):  # not ready, or no room for another pinned one
-            self.sim.scheduler.pin(checkpoint)
-
-    @precondition(lambda self: any(c.pins for c in self.sim.index.checkpoints))
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        self.sim.scheduler.unpin(self.one(data, [c for c in self.sim.index.checkpoints if c.pins]))
-
-    @rule(what=st.sampled_from(["clear", "compact", "enforce_limits"]))
-    def keep_house(self, what: str) -> None:
-        {"clear": self.sim.clear, "compact": self.sim.compact, "enforce_limits": self.sim.enforce_limits}[what]()
+    @rule(data=st.data(), what=st.sampled_from(["pin", "unpin", "clear", "compact", "enforce_limits"]))
+    def keep_house(self, data: st.DataObject, what: str) -> None:
+        sim, checkpoints = self.sim, list(self.sim.index.checkpoints)
+        if what == "pin" and checkpoints:
+            with suppress(CheckpointRuntimeError):  # not ready, or no room for another pinned one
+                sim.scheduler.pin(self.one(data, checkpoints))
+        elif what == "unpin" and any(c.pins for c in checkpoints):
+            sim.scheduler.unpin(self.one(data, [c for c in checkpoints if c.pins]))
+        elif what not in ("pin", "unpin"):
+            {"clear": sim.clear, "compact": sim.compact, "enforce_limits": sim.enforce_limits}[what]()
 
     @invariant()
     def holds(self) -> None:
