@@ -287,7 +287,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "config": (([1], {"max_new_tokens": 3}), {}, "generation_config must be a GenerationConfig"),
     "beams": (([1],), {"num_beams": 3}, "asks for beam_search"),
     "unknown": (([1],), {"max_tokens": 3}, "'max_tokens'"),
-    "stop strings": (([1],), {"stop_strings": "x"}, "could not locate a tokenizer"),
+    "stop strings": (([1],), {"stop_strings": "x", "max_new_tokens": 1}, "could not locate a tokenizer"),
 }
 
 

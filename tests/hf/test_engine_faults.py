@@ -171,7 +171,7 @@ def test_a_failed_device_ends_everything_and_says_so() -> None:
         with pytest.raises(CheckpointRuntimeError, match="illegal memory access"):
             handle.result(60)
     with pytest.raises(CheckpointRuntimeError, match=r"takes no more requests.*illegal memory access"):
-        engine.submit([1, 2])
+        engine.submit([1, 2], max_new_tokens=1)
     with pytest.raises(CheckpointRuntimeError, match=r"device failed in an earlier step.*illegal memory access"):
         generate(model, ROWS, checkpoint_positions=[[70]] * 4)
     engine.close()
