@@ -3,7 +3,8 @@
 Pieces that continue the same prefix sit side by side in the packed row. Where torch's variable-length attention runs,
 the row attends to its own tokens (causally) and to the prefixes (all of them, one sequence per prefix) in two calls,
 whose results are merged by their log-sum-exp (Milakov and Gimelshein, arXiv 1805.02867, section 3.1). Elsewhere each
-group of pieces with one prefix is one call of scaled dot product attention with a mask.
+group of pieces with one prefix is one call of scaled dot product attention with a mask. On a GPU decode tokens go
+through a table of each request's rows (``row_table.py``), whose shapes do not change from step to step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ckpt_ops.attention import decode_attention
 
 from .pools import KVPools
 
@@ -34,7 +37,7 @@ class MaskedGroup:
     """Pieces with one prefix, for scaled dot product attention.
 
     Attributes:
-        queries: columns of the packed row.
+        queries: columns of the part.
         rows: key/value rows of the prefix and then of each piece's own tokens.
         mask: bool ``[queries, rows]``, True where a token may look; None for one causal piece without a past.
     """
@@ -49,7 +52,7 @@ class VarlenPass:
     """One call of variable-length attention.
 
     Attributes:
-        queries: columns of the packed row that take part.
+        queries: columns of the part that attend.
         rows: key/value rows; None when they are the step's own tokens in order.
         cu_queries, cu_rows: int32 ``[N + 1]`` sequence bounds.
         max_queries, max_rows: longest sequence.
@@ -66,19 +69,53 @@ class VarlenPass:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """How a packed row attends; made once a step, read by every attention layer.
+class DecodeRows:
+    """Where each decode token's keys and values are.
 
     Attributes:
-        write_rows: int64 ``[T]``, where each token's key and value are stored.
-        groups: the masked calls, or empty when ``own`` is set.
-        own, prefix: the variable-length calls; ``prefix`` is None when no piece continues another.
+        table: int32 ``[lines, capacity]``, key/value row by line and position.
+        lines: int64 ``[B]``, line of each token's request.
+        positions: int64 ``[B]``, position of each token, which sees rows 0 up to its own.
     """
 
+    table: Tensor
+    lines: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Neighbouring columns of the packed row that attend in one way; columns inside count from the part's first.
+
+    Attributes:
+        columns: which columns of the packed row.
+        write_rows: int64 ``[T']``, where each token's key and value are stored.
+        groups: the masked calls, or empty when ``own`` or ``decode`` is set.
+        own, prefix: the variable-length calls; ``prefix`` is None when no piece continues another.
+        decode: one token for each of some running requests, through a table of their rows.
+    """
+
+    columns: slice
     write_rows: Tensor
     groups: tuple[MaskedGroup, ...] = ()
     own: VarlenPass | None = None
     prefix: VarlenPass | None = None
+    decode: DecodeRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a packed row attends; made once a step, read by every attention layer.
+
+    A part's result does not depend on the other part: what a prompt computes does not depend on who decodes beside it.
+
+    Attributes:
+        write_rows: int64 ``[T]``, where each token's key and value are stored.
+        parts: the prefill pieces, then the decode tokens, where there are any.
+    """
+
+    write_rows: Tensor
+    parts: tuple[AttentionPart, ...]
 
 
 def varlen_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -108,10 +145,22 @@ def packed_attention(query: Tensor, pools: KVPools, layer: int, plan: AttentionP
         ``[T, H_q, D]`` in the query's dtype.
     """
     keys, values = pools.keys[layer], pools.values[layer]
-    if plan.own is not None:
-        return _varlen_attention(query, keys, values, plan, scale)
+    if len(plan.parts) == 1:
+        return _attend(query, keys, values, plan.parts[0], scale)
     output = torch.empty_like(query)
-    for group in plan.groups:
+    for part in plan.parts:
+        output[part.columns] = _attend(query[part.columns], keys, values, part, scale)
+    return output
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, part: AttentionPart, scale: float) -> Tensor:
+    if part.decode is not None:
+        at = part.decode
+        return decode_attention(query, keys, values, at.table, at.lines, at.positions, scale)
+    if part.own is not None:
+        return _varlen_attention(query, keys, values, part, scale)
+    output = torch.empty_like(query)
+    for group in part.groups:
         q = query[group.queries].transpose(0, 1).unsqueeze(0)
         k = keys[group.rows].transpose(0, 1).unsqueeze(0)
         v = values[group.rows].transpose(0, 1).unsqueeze(0)
@@ -128,13 +177,13 @@ def packed_attention(query: Tensor, pools: KVPools, layer: int, plan: AttentionP
     return output
 
 
-def _varlen_attention(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    assert plan.own is not None
-    own, own_lse = _varlen_call(query, keys, values, plan, plan.own, scale)
-    if plan.prefix is None:
+def _varlen_attention(query: Tensor, keys: Tensor, values: Tensor, part: AttentionPart, scale: float) -> Tensor:
+    assert part.own is not None
+    own, own_lse = _varlen_call(query, keys, values, part, part.own, scale)
+    if part.prefix is None:
         return own
-    shared, shared_lse = _varlen_call(query, keys, values, plan, plan.prefix, scale)
-    columns = plan.prefix.queries
+    shared, shared_lse = _varlen_call(query, keys, values, part, part.prefix, scale)
+    columns = part.prefix.queries
     # softmax over both parts = each part's softmax weighted by its share of the summed exponentials
     weight = torch.sigmoid(shared_lse - own_lse[columns]).unsqueeze(-1)
     merged = torch.lerp(own[columns].float(), shared.float(), weight)
@@ -143,11 +192,11 @@ def _varlen_attention(query: Tensor, keys: Tensor, values: Tensor, plan: Attenti
 
 
 def _varlen_call(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, call: VarlenPass, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, part: AttentionPart, call: VarlenPass, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output ``[T', H_q, D]`` and log-sum-exp ``[T', H_q]`` of one call."""
     q = query[call.queries].contiguous()
-    rows = plan.write_rows if call.rows is None else call.rows
+    rows = part.write_rows if call.rows is None else call.rows
     k, v = keys[rows], values[rows]
     options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse=True)}
     if "window_size" in _VARLEN_PARAMETERS:

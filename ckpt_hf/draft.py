@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .index import Checkpoint
+from .admission import Admission
+from .checkpoint import Checkpoint
 from .kv import KVRows, KVSegment
+from .leases import give_up
 from .plan import LogitsWanted, Piece, StepPlan
 from .requests import Request
 from .slots import SlotAllocator
@@ -21,31 +23,49 @@ class PlanDraft:
     Args:
         slots: source of the rows that hold running states and checkpoints.
         kv_rows: source of the key/value rows.
-        budget: prompt tokens that the step may carry.
+        budget: tokens that the step may carry.
+        admission: tells whether there is room for a checkpoint.
     """
 
-    def __init__(self, slots: SlotAllocator, kv_rows: KVRows, budget: int) -> None:
+    def __init__(self, slots: SlotAllocator, kv_rows: KVRows, budget: int, admission: Admission) -> None:
         self._slots = slots
         self._kv_rows = kv_rows
-        self._budget = budget
+        self._admission = admission
+        self.budget = budget
         self._pieces: list[Piece] = []
         self._logits: list[LogitsWanted] = []
+        self._decodes: list[Request] = []
         self._completed: dict[Checkpoint, int] = {}
+        self._closed = False
+        self.crowded_out = False
+        self.given_up: list[Checkpoint] = []
 
     @property
     def has_budget(self) -> bool:
         """Whether the step may carry one more prompt token."""
-        return self._budget > 0
+        return self.budget > 0 and not self._closed
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the step has tokens, but none of a prompt."""
+        return bool(self._decodes) and not self._pieces
+
+    def can_begin(self, tokens: int) -> bool:
+        """Whether a request that has computed nothing behind its boundary, ``tokens`` before the next, gets any."""
+        if min(tokens, STATE_CHUNK_TOKENS) <= self.budget:
+            return True
+        self._run_out()
+        return False
 
     def completes(self, checkpoint: Checkpoint) -> bool:
         """Whether a piece of this step completes ``checkpoint``."""
         return checkpoint in self._completed
 
     def add_decode(self, request: Request) -> None:
-        """The newest token of a running request."""
-        slot = self._own_slot(request)
-        piece = self._append(request, self._own_kv(request, None), request.position, len(request.token_ids), slot, slot)
-        self._logits.append(LogitsWanted(request, piece=piece))
+        """The newest token of a running request, beside the pieces of other requests' prompts."""
+        self._kv_rows.extend(self._own_kv(request, None), 1)
+        self._decodes.append(request)
+        self.budget -= 1
 
     def add_prefill(self, request: Request) -> None:
         """As many prompt tokens of ``request`` as the budget allows, one piece per boundary."""
@@ -57,9 +77,12 @@ class PlanDraft:
         elif parent < 0 and base is not None and base.slot is not None:
             source = base.slot
         before = base.kv if base is not None else None
-        while at < request.prompt_tokens:
-            stop = min((b for b in request.reserved if b > at), default=request.prompt_tokens)
+        while at < request.prefill_stop:
+            stop = min((b for b in request.reserved if b > at), default=request.prefill_stop)
             checkpoint = request.reserved.get(stop)
+            if checkpoint is not None and stop - at <= self.budget and not self._room_to_save(request, source):
+                self.given_up.append(give_up(self._admission.index, request, stop))
+                continue
             kv = self._own_kv(request, before) if checkpoint is None else self._checkpoint_kv(checkpoint, before)
             taken = self._take_budget(stop - at, len(kv))
             if at + taken < stop:
@@ -80,7 +103,7 @@ class PlanDraft:
             source, before, at, base = -1, checkpoint.kv, stop, checkpoint
         self._end_at_boundary(request, base, parent, source)
 
-    def build(self, decode: bool) -> StepPlan:
+    def build(self, step: int) -> StepPlan:
         """The finished plan: pieces by depth, those without a prefix first, those with one prefix side by side."""
         place = {-1: -1}
         prefix_rank: dict[KVSegment | None, int] = {None: -1}
@@ -92,9 +115,11 @@ class PlanDraft:
             for i in sorted(level, key=lambda i: prefix_rank[self._pieces[i].kv.parent]):
                 place[i] = len(order)
                 order.append(i)
-        pieces = tuple(replace(self._pieces[i], parent=place[self._pieces[i].parent]) for i in order)
-        logits = tuple(w if w.piece is None else replace(w, piece=place[w.piece]) for w in self._logits)
-        return StepPlan(pieces, logits, decode)
+        pieces = tuple(
+            p if p.parent < 0 else replace(p, parent=place[p.parent]) for p in (self._pieces[i] for i in order)
+        )
+        logits = tuple(w if w.piece is None else LogitsWanted(w.request, place[w.piece]) for w in self._logits)
+        return StepPlan(pieces, logits, tuple(self._decodes), step)
 
     def _end_at_boundary(self, request: Request, base: Checkpoint | None, parent: int, source: int) -> None:
         """The prompt ends exactly at a checkpoint: copy its state, take its logits."""
@@ -106,23 +131,35 @@ class PlanDraft:
         if request.decode:
             kv = self._own_kv(request, base.kv)
             self._append(
-                request, kv, request.prompt_tokens, request.prompt_tokens, source, self._own_slot(request), parent
+                request, kv, request.prefill_stop, request.prefill_stop, source, self._own_slot(request), parent
             )
 
     def _take_budget(self, wanted: int, done: int) -> int:
         """Tokens of ``wanted`` that fit, cut on the state grid when not all do; ``done`` lie behind on that grid."""
-        taken = min(wanted, self._budget)
+        taken = min(wanted, self.budget)
         if taken < wanted:
             taken -= (done + taken) % STATE_CHUNK_TOKENS
             if taken <= 0:
-                self._budget = 0
+                self._run_out()
                 return 0
-        self._budget -= taken
+        self.budget -= taken
+        self._admission.took(0, taken)
         return taken
+
+    def _run_out(self) -> None:
+        """Nobody else may take what the one whose turn it is cannot use."""
+        self.crowded_out = self.only_decodes
+        self._closed = True
+
+    def _room_to_save(self, request: Request, source: int) -> bool:
+        """Room for a checkpoint, and for the slot in which the request goes on while its last one is still read."""
+        return self._admission.room_for(2 if source >= 0 and source == request.slot else 1)
 
     def _own_slot(self, request: Request) -> int:
         if request.slot is None:
             request.slot = self._slots.acquire(request.request_id)
+            if request.retired_slot is None:
+                self._admission.took(1, 0)
         return request.slot
 
     def _own_kv(self, request: Request, parent: KVSegment | None) -> KVSegment:

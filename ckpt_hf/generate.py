@@ -15,6 +15,7 @@ from transformers.generation import GenerationMode, StopStringCriteria
 
 from .errors import CheckpointValueError, CheckpointWarning
 from .handover import cache_from_checkpoint, check_aligned_arguments, reason_for_handover, strip_keeping_mask
+from .prompt_checks import check_prompts
 from .prompts import InteriorPaddingError, Prompt, pad_prompts, read_prompts
 from .runner import ModelRunner, runner_of
 from .sampling import MarkerSuppressor, PackedCall, sample_packed
@@ -60,8 +61,7 @@ def generate(
         kwargs.pop("input_ids")
     if not isinstance(checkpoint_salt, str):
         raise CheckpointValueError(f"checkpoint_salt must be a str, got {type(checkpoint_salt).__name__}")
-    with runner.lock:
-        runner.start()
+    with runner.call():
         return _generate_marked(
             self, runner, input_ids, generation_config, checkpoint_positions, checkpoint_salt, kwargs
         )
@@ -108,7 +108,7 @@ def _generate_marked(
         prompts, mode, reason = [], None, "attention_mask has zeros between real tokens"
         ids, mask = strip_keeping_mask(input_ids, mask, runner.marker, pad)
     check_aligned_arguments(model_kwargs, input_ids)
-    _check_prompts(model, prompts)
+    check_prompts(model.config, [prompt.token_ids for prompt in prompts])
     _warn_notes(prompts)
     kwargs["logits_processor"] = _without_marker(model, runner, kwargs.get("logits_processor"))
     kwargs |= {"inputs": ids, "attention_mask": mask}
@@ -145,20 +145,6 @@ def _padding(config: Any, input_ids: Any, mask: Any) -> tuple[int | None, Any]:
     if pad is None and eos_ids:
         pad = eos_ids[0]
     return pad, mask
-
-
-def _check_prompts(model: Any, prompts: Sequence[Prompt]) -> None:
-    vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
-    for row, prompt in enumerate(prompts):
-        if max(prompt.token_ids) >= vocabulary:
-            raise CheckpointValueError(
-                f"input_ids row {row} holds id {max(prompt.token_ids)}; the model's vocabulary has {vocabulary} ids"
-            )
-        if len(prompt.token_ids) > positions:
-            raise CheckpointValueError(
-                f"input_ids row {row} has {len(prompt.token_ids)} tokens; the model has {positions} positions "
-                "(max_position_embeddings)"
-            )
 
 
 def _warn_notes(prompts: Sequence[Prompt]) -> None:

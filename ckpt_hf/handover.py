@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import GenerationMode
 
+from .collector import Collector
 from .errors import CheckpointValueError
 from .export import export_cache
 from .prompts import Prompt
@@ -83,22 +84,26 @@ def cache_from_checkpoint(
     if mode is not GenerationMode.BEAM_SEARCH or len(lengths) != 1 or not common:
         return None
     boundary = max(common)
-    identity = runner.identity()
+    with runner.lock:
+        identity = runner.identity()
     requests = [
         runner.new_request(p.token_ids[:boundary], [b for b in p.boundaries if b <= boundary], identity, salt)
         for p in prompts
     ]
+    collector = Collector(runner)
     try:
         for request in requests:
-            runner.add(request)
-        runner.prefill()
+            runner.add(request, collector)
+        collector.collect(requests)
         rows = [request for request in requests for _ in range(num_beams)]
-        return export_cache(runner, rows, [0] * len(rows), boundary)
+        with runner.lock:
+            return export_cache(runner, rows, [0] * len(rows), boundary)
     finally:
         runner.finish(requests)
-        runner.stats.prompt_tokens += sum(r.prompt_tokens for r in requests)
-        runner.stats.cached_tokens += sum(r.cached_tokens for r in requests)
-        runner.stats.computed_tokens += sum(r.computed_tokens for r in requests)
+        with runner.lock:
+            runner.stats.prompt_tokens += sum(r.prompt_tokens for r in requests)
+            runner.stats.cached_tokens += sum(r.cached_tokens for r in requests)
+            runner.stats.computed_tokens += sum(r.computed_tokens for r in requests)
 
 
 def strip_keeping_mask(

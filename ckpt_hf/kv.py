@@ -14,13 +14,17 @@ from .errors import CheckpointRuntimeError
 
 
 class KVSegment:
-    """Rows of consecutive tokens; ``refs`` counts its holders (checkpoints, requests and child segments)."""
+    """Rows of consecutive tokens; ``refs`` counts its holders (checkpoints, requests and child segments).
 
-    __slots__ = ("parent", "refs", "rows")
+    ``kept`` counts the ready checkpoints that end here and the children that are kept themselves.
+    """
+
+    __slots__ = ("kept", "parent", "refs", "rows")
 
     def __init__(self, parent: KVSegment | None) -> None:
         self.parent = parent
         self.refs = 1
+        self.kept = 0
         self.rows = array("q")
 
     def __len__(self) -> int:
@@ -43,12 +47,13 @@ class KVRows:
         self._free_starts: list[int] = []
         self._free_stops: list[int] = []
         self._segments: set[KVSegment] = set()
+        self._used = 0
         self.high_water = 0
 
     @property
     def used(self) -> int:
         """Number of rows that belong to a segment."""
-        return self.high_water - sum(self._free_stops) + sum(self._free_starts)
+        return self._used
 
     @property
     def segments(self) -> frozenset[KVSegment]:
@@ -79,11 +84,16 @@ class KVRows:
             if current.refs:
                 return
             self._segments.remove(current)
+            self._used -= len(current.rows)
             self._free(current.rows)
             current = current.parent
 
     def extend(self, segment: KVSegment, count: int) -> None:
         """Append ``count`` rows to ``segment``."""
+        self._used += count
+        if count == 1:  # each answer, in each step
+            segment.rows.append(self._take_one())
+            return
         while count:
             start, stop = self._take(count)
             segment.rows.extend(range(start, stop))
@@ -104,10 +114,18 @@ class KVRows:
         self.high_water = len(old_rows)
         return old_rows
 
+    def trim(self) -> None:
+        """Forget free rows above the highest owned one, so that the pools need not be as large."""
+        if self._free_stops and self._free_stops[-1] == self.high_water:
+            self.high_water = self._free_starts.pop()
+            self._free_stops.pop()
+
     def check_integrity(self) -> None:
         """Raise CheckpointRuntimeError unless every row is either free or in exactly one segment."""
         owned = [row for segment in self._segments for row in segment.rows]
         free = [r for a, b in zip(self._free_starts, self._free_stops, strict=True) for r in range(a, b)]
+        if len(owned) != self._used:
+            raise CheckpointRuntimeError(f"{len(owned)} key/value rows are owned, but {self._used} are counted")
         if sorted(owned + free) != list(range(self.high_water)):
             raise CheckpointRuntimeError("key/value rows are lost, shared or owned twice")
         children: dict[KVSegment, int] = {}
@@ -117,6 +135,18 @@ class KVRows:
         for segment, count in children.items():
             if segment not in self._segments or segment.refs < count:
                 raise CheckpointRuntimeError("a key/value segment was freed while a child still continues it")
+
+    def _take_one(self) -> int:
+        """The lowest free row."""
+        if not self._free_starts:
+            self.high_water += 1
+            return self.high_water - 1
+        row = self._free_starts[0]
+        if row + 1 == self._free_stops[0]:
+            del self._free_starts[0], self._free_stops[0]
+        else:
+            self._free_starts[0] = row + 1
+        return row
 
     def _take(self, count: int) -> tuple[int, int]:
         """A contiguous range of at most ``count`` free rows: a hole that fits, else new rows, never a split hole."""
@@ -138,13 +168,15 @@ class KVRows:
 
     def _free(self, rows: array[int]) -> None:
         ordered = sorted(rows)
-        i = 0
-        while i < len(ordered):
-            j = i
-            while j + 1 < len(ordered) and ordered[j + 1] == ordered[j] + 1:
-                j += 1
-            self._free_range(ordered[i], ordered[j] + 1)
-            i = j + 1
+        parts = [(0, len(ordered))] if ordered else []
+        while parts:
+            # Halved until it has no gap: most segments are a few long runs.
+            first, stop = parts.pop()
+            if ordered[stop - 1] - ordered[first] == stop - 1 - first:
+                self._free_range(ordered[first], ordered[stop - 1] + 1)
+            else:
+                middle = (first + stop) // 2
+                parts += [(first, middle), (middle, stop)]
 
     def _free_range(self, start: int, stop: int) -> None:
         at = bisect_left(self._free_starts, start)

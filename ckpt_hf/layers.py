@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
@@ -116,20 +117,33 @@ class PackedGatedDeltaNetMixin:
         query = query.view(tokens, self.num_k_heads, self.head_k_dim)
         key = key.view(tokens, self.num_k_heads, self.head_k_dim)
         value = value.view(tokens, self.num_v_heads, self.head_v_dim)
-        states, batch = cache.states.recurrent[self.layer_idx], cache.batch
-        if batch.slots is not None:
-            output = ckpt_ops.gdn_decode(query, key, value, decay, beta, states, batch.slots)
-        else:
-            assert batch.table is not None
-            output = ckpt_ops.two_phase_gdn_prefill(query, key, value, decay, beta, states, batch.table)
+        output = self._recur((query, key, value, decay, beta), cache)
         gate = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
         normed = self.norm(output.reshape(-1, self.head_v_dim), gate)
         return self.out_proj(normed.reshape(1, tokens, -1))
 
+    def _recur(self: Any, inputs: tuple[Tensor, ...], cache: PackedCache) -> Tensor:
+        """The recurrence: prefill columns in chunks, decode columns token by token whatever runs beside them."""
+        states, batch = cache.states.recurrent[self.layer_idx], cache.batch
+        at, outputs = batch.prefill_tokens, []
+        if batch.table is not None:
+            q, k, v, g, beta = (x[:at] for x in inputs)
+            outputs.append(ckpt_ops.two_phase_gdn_prefill(q, k, v, g, beta, states, batch.table))
+        if batch.slots is not None:
+            q, k, v, g, beta = (x[at:] for x in inputs)
+            outputs.append(ckpt_ops.gdn_decode(q, k, v, g, beta, states, batch.slots))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
     def _convolve(self: Any, mixed: Tensor, cache: PackedCache) -> Tensor:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         states, batch = cache.states.conv[self.layer_idx], cache.batch
+        at, outputs = batch.prefill_tokens, []
+        if batch.table is not None:
+            outputs.append(
+                ckpt_ops.causal_conv1d_prefill(mixed[:at], weight, bias, states, batch.table, activation="silu")
+            )
         if batch.slots is not None:
-            return ckpt_ops.causal_conv1d_decode(mixed, weight, bias, states, batch.slots, activation="silu")
-        assert batch.table is not None
-        return ckpt_ops.causal_conv1d_prefill(mixed, weight, bias, states, batch.table, activation="silu")
+            outputs.append(
+                ckpt_ops.causal_conv1d_decode(mixed[at:], weight, bias, states, batch.slots, activation="silu")
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .collector import Collector
 from .config import CheckpointConfig
 from .errors import CheckpointError, CheckpointRuntimeError, CheckpointValueError
 from .families import PACKED_CLASSES, ModelLayers, find_layers
@@ -78,10 +80,12 @@ def unpatch(model: Model) -> Model:
     """Undo :func:`patch`: transformers' classes and ``generate`` again, all checkpoints freed.
 
     Raises:
-        CheckpointRuntimeError: the model is not patched, or it is generating in this thread.
+        CheckpointRuntimeError: the model is not patched, it is generating in this thread, or an engine runs on it.
     """
     runner = runner_of(model)
-    with runner.lock:
+    with runner.call_lock, runner.lock:
+        if runner.engine is not None:
+            raise CheckpointRuntimeError("cannot unpatch while an engine runs on the model; close it first")
         runner.refuse_within_call("unpatch")
         del model.__dict__[RUNNER_ATTRIBUTE], model.__dict__["generate"]
         bases = tuple(_ORIGINAL_CLASSES)
@@ -94,7 +98,12 @@ def stats(model: nn.Module) -> CheckpointStats:
     """Counters of a patched model, and the report of its last call's rows."""
     runner = runner_of(model)
     with runner.lock:
-        return runner.refresh_stats()
+        if not runner.started:
+            return replace(runner.stats, evictions=0, checkpoints=0, slots_used=0, bytes_used=0)
+        index = runner.index
+        current = replace(runner.stats, evictions=index.evictions, checkpoints=len(index))
+        current.slots_used, current.bytes_used = runner.slots.used, index.bytes_used()
+        return current
 
 
 def reset_stats(model: nn.Module) -> None:
@@ -148,14 +157,14 @@ def _verify(model: Any, runner: ModelRunner) -> None:
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with runner.lock, torch.autocast(model.device.type, enabled=False):
-            runner.start()
+        with runner.call(), torch.autocast(model.device.type, enabled=False):
+            collector = Collector(runner)
             request = runner.new_request(
                 token_ids, (_PROBE_BOUNDARY,), b"probe", ephemeral=frozenset({_PROBE_BOUNDARY})
             )
-            runner.add(request)
             try:
-                actual = runner.prefill()[request].float()
+                runner.add(request, collector)
+                actual = collector.collect([request])[0].float()
             finally:
                 runner.finish([request])
             runner.stats = CheckpointStats()

@@ -56,16 +56,26 @@ class LogitsWanted:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One packed forward: pieces sorted by depth, those without a prefix first, those with one prefix side by side."""
+    """One packed forward: pieces sorted by depth, those without a prefix first, those with one prefix side by side.
+
+    Attributes:
+        pieces: consecutive tokens of requests, one packed sequence each.
+        logits: what the pieces are asked for. The logits of all ``decodes`` are wanted besides.
+        decodes: requests that get one more token in this step, after the pieces in the packed row. Until the commit
+            their token is ``token_ids[position]``, their state is in ``slot``, both read and written, and the token's
+            key/value row is the last one of ``kv``.
+        step: number of the step.
+    """
 
     pieces: tuple[Piece, ...]
     logits: tuple[LogitsWanted, ...]
-    decode: bool
+    decodes: tuple[Request, ...] = ()
+    step: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the model computes in this step."""
-        return sum(piece.length for piece in self.pieces)
+        return sum(piece.length for piece in self.pieces) + len(self.decodes)
 
     @property
     def logits_pieces(self) -> tuple[int, ...]:

@@ -25,8 +25,16 @@ class LayerShapes:
     kv: dict[int, tuple[int, ...]]
 
 
-def _grown(rows: int, needed: int) -> int:
-    return needed if rows == 0 else max(needed, rows + rows // 2)
+_GPU_STEP_SLOTS, _GPU_STEP_ROWS = 8, 2048
+
+
+def _grown(rows: int, needed: int, step: int) -> int:
+    """Rows to have when ``needed`` are: half as many again, on a GPU a multiple of ``step``.
+
+    CUDA graphs hold the pools' addresses and are recorded anew whenever a pool has grown.
+    """
+    wanted = needed if rows == 0 else max(needed, rows + rows // 2)
+    return -(-wanted // step) * step
 
 
 class StatePools:
@@ -40,6 +48,8 @@ class StatePools:
             layer: torch.empty((0, *shape), dtype=conv_dtype, device=device) for layer, shape in shapes.conv.items()
         }
         self.num_slots = 0
+        self.resizes = 0
+        self._step = _GPU_STEP_SLOTS if device.type == "cuda" else 1
 
     @property
     def bytes_per_slot(self) -> int:
@@ -53,7 +63,10 @@ class StatePools:
     def reserve(self, num_slots: int) -> None:
         """Make room for ``num_slots`` slots."""
         if num_slots > self.num_slots:
-            self._resize(_grown(self.num_slots, num_slots), None)
+            try:
+                self._resize(_grown(self.num_slots, num_slots, self._step), None)
+            except torch.OutOfMemoryError:
+                self._resize(num_slots, None)
 
     def compact(self, old_slots: Sequence[int]) -> None:
         """Keep only ``old_slots``, as slots 0, 1, 2, ..."""
@@ -80,15 +93,18 @@ class StatePools:
                     torch.index_select(pool, 0, torch.tensor(kept, device=pool.device), out=resized)
                 pools[layer] = resized
         self.num_slots = num_slots
+        self.resizes += 1
 
 
 class KVPools:
-    """Keys and values ``[rows, H_kv, D]`` of every attention layer."""
+    """Keys and values ``[rows + 1, H_kv, D]`` of every attention layer; graphs write to the last row, nobody's."""
 
     def __init__(self, shapes: LayerShapes, dtype: torch.dtype, device: torch.device) -> None:
         self.keys = {layer: torch.empty((0, *shape), dtype=dtype, device=device) for layer, shape in shapes.kv.items()}
         self.values = {layer: torch.empty_like(pool) for layer, pool in self.keys.items()}
         self.num_rows = 0
+        self.resizes = 0
+        self._step = _GPU_STEP_ROWS if device.type == "cuda" else 1
 
     @property
     def bytes_per_row(self) -> int:
@@ -102,7 +118,10 @@ class KVPools:
     def reserve(self, num_rows: int) -> None:
         """Make room for ``num_rows`` tokens."""
         if num_rows > self.num_rows:
-            self._resize(_grown(self.num_rows, num_rows), None)
+            try:
+                self._resize(_grown(self.num_rows, num_rows, self._step), None)
+            except torch.OutOfMemoryError:
+                self._resize(num_rows, None)
 
     def compact(self, old_rows: Sequence[int]) -> None:
         """Keep only ``old_rows``, as rows 0, 1, 2, ..."""
@@ -117,10 +136,12 @@ class KVPools:
     def _resize(self, num_rows: int, kept: Sequence[int] | None) -> None:
         for pools in (self.keys, self.values):
             for layer, pool in pools.items():
-                resized = pool.new_empty((num_rows, *pool.shape[1:]))
+                resized = pool.new_empty((num_rows + 1, *pool.shape[1:]))
+                resized[num_rows:].zero_()
                 if kept is None:
                     resized[: self.num_rows].copy_(pool[: self.num_rows])
                 elif num_rows:
-                    torch.index_select(pool, 0, torch.tensor(kept, device=pool.device), out=resized)
+                    torch.index_select(pool, 0, torch.tensor(kept, device=pool.device), out=resized[:num_rows])
                 pools[layer] = resized
         self.num_rows = num_rows
+        self.resizes += 1

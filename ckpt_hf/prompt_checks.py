@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,6 +64,21 @@ def check_positions(positions: Any, input_ids: Tensor) -> Tensor | list[list[int
             "CPU"
         )
     return cast(Tensor, positions)
+
+
+def check_prompts(config: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise CheckpointValueError unless each prompt's ids and length suit a model of ``config``."""
+    vocabulary, positions = config.vocab_size, config.max_position_embeddings
+    for row, token_ids in enumerate(prompts):
+        if max(token_ids) >= vocabulary:
+            raise CheckpointValueError(
+                f"input_ids row {row} holds id {max(token_ids)}; the model's vocabulary has {vocabulary} ids"
+            )
+        if len(token_ids) > positions:
+            raise CheckpointValueError(
+                f"input_ids row {row} has {len(token_ids)} tokens; the model has {positions} positions "
+                "(max_position_embeddings)"
+            )
 
 
 def _position_lists(positions: Any, batch: int) -> list[list[int]]:

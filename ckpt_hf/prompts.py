@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,13 @@ def read_prompts(
         _read_row(index, ids, mask, wanted, marker_id)
         for index, (ids, mask, wanted) in enumerate(zip(rows, masks, position_rows, strict=True))
     ]
+
+
+def read_prompt(token_ids: np.ndarray, marker_id: int | None, checkpoint_positions: Any = None) -> Prompt:
+    """As :func:`read_prompts` for one unpadded row of ids ``[L]`` on the host, without making tensors."""
+    positions = check_positions(checkpoint_positions, torch.empty((1, 0)))
+    wanted = positions.tolist() if isinstance(positions, Tensor) else positions
+    return _read_row(0, token_ids, None, wanted[0], marker_id)
 
 
 def pad_prompts(

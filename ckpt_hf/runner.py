@@ -1,4 +1,4 @@
-"""Runs plans on one model: pools, packed forwards, commits; the part of a patched model that outlives a call."""
+"""What outlives a call of a patched model: its checkpoints, its scheduler, and everybody's requests."""
 
 from __future__ import annotations
 
@@ -6,38 +6,31 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .attention import varlen_supported
-from .batch import BatchBuilder
+from .audit import Auditor
 from .config import CheckpointConfig
-from .errors import CheckpointRuntimeError
-from .families import find_layers
+from .errors import CheckpointRuntimeError, CheckpointValueError
+from .events import EventSinks
 from .identity import adapters_identity, weights_identity
-from .index import CheckpointIndex, CheckpointLimits
-from .keys import checkpoint_keys
-from .kv import KVRows
-from .layers import PackedCache
+from .keys import CONTENT, KeyScope
+from .memory import StepMemory
 from .plan import StepPlan
-from .pools import KVPools, StatePools
+from .recovery import Recovery, is_device_failure
 from .requests import Request
-from .scheduler import Scheduler
-from .slots import SlotAllocator
+from .sinks import LogitsSink, SinkTable
 from .stats import CheckpointStats
+from .turns import TurnLock
 
 RUNNER_ATTRIBUTE = "_ckpt_hf_runner"
-_DEFAULT_MEMORY_SHARE = 10
-_CPU_DEFAULT_BYTES = 1 << 30
 
 
 class ModelRunner:
-    """Checkpoints of one model and the steps that make and use them. Hold ``lock`` round a call.
+    """Checkpoints of one model, and the requests that make and use them.
 
-    A call may be made within another one of the same thread (by a streamer, say) except while the model runs.
+    ``call_lock`` lets one ``generate`` call at a time in; hold it round a call. ``lock`` guards everything below it;
+    hold it round a step and round any look at requests, and take it last. A call may be made within another one of the
+    same thread (by a streamer, say) except while a step runs.
 
     Args:
         model: a supported model whose layers have been patched.
@@ -49,13 +42,21 @@ class ModelRunner:
         self.model = model
         self.marker = marker
         self.config = config
-        self.lock = threading.RLock()
+        self.call_lock = threading.RLock()
+        self.lock = TurnLock()
         self.stats = CheckpointStats()
-        self._ids = itertools.count()
+        self.events = EventSinks()
+        self.auditor: Auditor | None = None
+        self.engine: Any = None
+        self.broken: BaseException | None = None
+        self.prepared: StepPlan | None = None
         self.started = False
-        self._running = False
+        self._ids = itertools.count()
+        self.running = False
         self._placement: tuple[Any, Any] | None = None
         self._weights = b""
+        self.sinks = SinkTable()
+        self.recovery = Recovery()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelRunner:
         """The runner of a copied model starts with no checkpoints: states are never shared between models."""
@@ -64,28 +65,41 @@ class ModelRunner:
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelRunner, (self.model, self.marker, self.config)
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Round a ``generate`` call: waits for other threads' calls, and makes the pools.
+
+        Raises:
+            CheckpointRuntimeError: this thread is running a step of the model.
+        """
+        self.refuse_within_step()
+        with self.call_lock:
+            with self.lock:
+                self.start()
+            yield
+
     def start(self) -> None:
         """Make the pools on the model's device, anew if the model has moved or changed its dtype.
 
         Raises:
-            CheckpointRuntimeError: the model runs, or has moved or changed its dtype within a call.
+            CheckpointRuntimeError: the model runs, its device has failed, or it has moved or changed its dtype within
+                a call.
         """
-        if self._running:
-            self.refuse_within_call("run the model within its own forward")
+        self.refuse_within_step()
+        if self.broken is not None:
+            raise CheckpointRuntimeError(
+                f"the device failed in an earlier step and nothing on it can be trusted; start a new process: "
+                f"{self.broken!r}"
+            ) from self.broken
         placement = (self.model.device, self.model.dtype)
         if self.started and placement == self._placement:
             return
         self.refuse_within_call("move the model or change its dtype")
-        self._placement = placement
-        device, dtype = placement
-        shapes = find_layers(self.model).shapes()
-        self.states = StatePools(shapes, getattr(torch, self.config.state_dtype), dtype, device)
-        self.kv = KVPools(shapes, dtype, device)
-        self.slots, self.kv_rows = SlotAllocator(), KVRows()
-        self.index = CheckpointIndex(self.slots, self.kv_rows, self._limits(device))
-        self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, self.config.max_batch_tokens)
-        head_dims = {shape[-1] for shape in shapes.kv.values()}
-        self.builder = BatchBuilder(device, all(varlen_supported(device, dtype, d) for d in head_dims))
+        self._placement, self.prepared = placement, None
+        self.memory = StepMemory(self.model, self.config, self.events)
+        self.states, self.kv, self.slots = self.memory.states, self.memory.kv, self.memory.slots
+        self.kv_rows, self.index = self.memory.kv_rows, self.memory.index
+        self.scheduler, self.builder = self.memory.scheduler, self.memory.builder
         self.started = True
 
     def identity(self) -> bytes:
@@ -94,7 +108,10 @@ class ModelRunner:
         if weights != self._weights:
             self.index.clear()
             self._weights = weights
-        return weights + adapters_identity(self.model)
+        identity = weights + adapters_identity(self.model)
+        if self.memory.graphs is not None:
+            self.memory.graphs.identity = identity
+        return identity
 
     def new_request(
         self,
@@ -103,139 +120,90 @@ class ModelRunner:
         identity: bytes,
         salt: str = "",
         ephemeral: frozenset[int] = frozenset(),
-        decode: bool = True,
+        **options: Any,
     ) -> Request:
-        """A request of this model, for :meth:`add`."""
-        keys = checkpoint_keys(token_ids, boundaries, identity, salt)
-        return Request(next(self._ids), list(token_ids), tuple(boundaries), keys, ephemeral, decode)
+        """A request of this model, for :meth:`add`; ``options`` are further arguments of :class:`Request`."""
+        scope = KeyScope(identity, salt)
+        keys, contents = (of.keys(token_ids, boundaries) for of in (scope, CONTENT))
+        return Request(
+            next(self._ids),
+            list(token_ids),
+            tuple(boundaries),
+            keys,
+            ephemeral,
+            scope=scope,
+            contents=contents,
+            **options,
+        )
 
     def refuse_within_call(self, action: str) -> None:
-        """Raise CheckpointRuntimeError while a call of this thread, which holds the lock, has requests."""
-        if self.started and self.scheduler.requests:
+        """Raise CheckpointRuntimeError while any call or engine has requests."""
+        if self.started and len(self.sinks):
             raise CheckpointRuntimeError(f"cannot {action} within a generate call of the same model")
 
+    def refuse_within_step(self) -> None:
+        """Raise CheckpointRuntimeError while this thread runs a step."""
+        if self.running and self.lock.held:
+            raise CheckpointRuntimeError("cannot run the model within its own forward")
+
     @contextlib.contextmanager
-    def _bookkeeping(self) -> Iterator[None]:
+    def bookkeeping(self) -> Iterator[None]:
         """Who owns what is unknown after an interrupt between two of its steps, so all checkpoints are given up."""
         try:
             yield
-        except BaseException:
+        except CheckpointValueError:  # raised before anything changed
+            raise
+        except BaseException as error:
             self.started = False
+            self.lose(self.sinks.requests, error)
             raise
 
-    def add(self, request: Request) -> None:
-        """Take a request in; :meth:`prefill` runs it."""
-        with self._bookkeeping():
+    def add(self, request: Request, sink: LogitsSink) -> None:
+        """Take a request in; steps run it, and ``sink`` gets its logits."""
+        with self.lock, self.bookkeeping():
             self.scheduler.add(request)
+            self.sinks.add(request, sink)
 
-    def end(self, request: Request) -> None:
+    def feed(self, request: Request, token: int) -> None:
+        """Append a request's next token, to be computed by a coming step."""
+        with self.lock:
+            request.token_ids.append(token)
+
+    def end(self, request: Request, reason: str = "cancelled") -> None:
         """End a request in whatever state it is."""
-        if self.started:  # else an interrupt has ended everything
-            with self._bookkeeping():
-                self.scheduler.finish(request)
-
-    def prefill(self) -> dict[Request, Tensor]:
-        """Run every scheduled prompt to its end; the logits ``[V]`` after the last token of each."""
-        logits: dict[Request, Tensor] = {}
-        while True:
-            with self._bookkeeping():
-                plan = self.scheduler.plan_prefill()
-            if plan is None:
-                return logits
-            self.stats.prefill_steps += 1
-            logits.update(self._execute(plan))
-
-    def decode(self, requests: Sequence[Request]) -> Tensor:
-        """Run the newest token of each request; the logits ``[len(requests), V]``."""
-        self.stats.decode_steps += 1
-        with self._bookkeeping():
-            plan = self.scheduler.plan_decode(r.request_id for r in requests)
-        results = self._execute(plan)
-        return torch.stack([results[r] for r in requests])
+        with self.lock:
+            self.sinks.remove(request)
+            if self.started:  # else an interrupt has ended everything
+                with self.bookkeeping():
+                    self.scheduler.finish(request, reason)
 
     def finish(self, requests: Sequence[Request]) -> None:
         """End requests, wherever they are, and give back memory that only they needed."""
+        with self.lock:
+            for request in requests:
+                self.end(request)
+            self.release_slack()
+
+    def release_slack(self) -> None:
+        """Give back memory that nobody needs, if nobody has requests."""
+        with self.lock, self.bookkeeping():
+            if not self.started or len(self.sinks):
+                return
+            if self.prepared is not None:  # for requests that have all ended
+                self.scheduler.rollback(self.prepared)
+                self.prepared = None
+            self.memory.trim()
+            self.memory.release_slack()
+
+    def lose(self, requests: Sequence[Request], error: BaseException) -> None:
+        """End requests because of ``error``: all of them where the device has failed."""
+        if is_device_failure(error):
+            self.broken = error
+            requests = self.sinks.requests
         for request in requests:
-            self.end(request)
-        with self._bookkeeping():
-            self._release_slack()
-
-    def refresh_stats(self) -> CheckpointStats:
-        """A copy of the statistics with the current gauges."""
-        if not self.started:
-            return replace(self.stats, evictions=0, checkpoints=0, slots_used=0, bytes_used=0)
-        stats = replace(self.stats, evictions=self.index.evictions, checkpoints=len(self.index))
-        stats.slots_used, stats.bytes_used = self.slots.used, self.index.bytes_used()
-        return stats
-
-    def _execute(self, plan: StepPlan) -> dict[Request, Tensor]:
-        try:
-            self._running = True
-            rows = self._forward(plan)
-        except BaseException:
-            with self._bookkeeping():
-                self.scheduler.rollback(plan)
-            raise
-        finally:
-            self._running = False
-        for i, piece in enumerate(plan.pieces):
-            if piece.publishes is not None:
-                piece.publishes.logits = rows[i].clone()
-        results = {}
-        for wanted in plan.logits:  # before the commit, which may evict the checkpoint that holds them
-            source = wanted.checkpoint
-            results[wanted.request] = rows[wanted.piece] if source is None else source.logits  # type: ignore[index]
-        with self._bookkeeping():
-            self.scheduler.commit(plan)
-        return results
-
-    def _forward(self, plan: StepPlan) -> dict[int, Tensor]:
-        """Logits ``[V]`` of the pieces that want them, by piece index."""
-        self.states.reserve(self.slots.high_water)
-        self.kv.reserve(self.kv_rows.high_water)
-        if not plan.num_tokens:
-            self.states.copy([p.source for p in plan.pieces], [p.destination for p in plan.pieces])
-            return {}
-        batch = self.builder.build(plan, self.states.num_slots)
-        output = self.model(
-            input_ids=batch.token_ids,
-            position_ids=batch.positions,
-            attention_mask={"full_attention": None, "linear_attention": None},
-            cache=PackedCache(batch, self.states, self.kv),
-            use_cache=True,
-            logits_to_keep=batch.logits_columns,
-            return_dict=True,
-        )
-        return dict(zip(plan.logits_pieces, output.logits[0], strict=True))
-
-    def _limits(self, device: torch.device) -> CheckpointLimits:
-        budget = self.config.cache_bytes
-        if budget is None and self.config.cache_slots is None:
-            budget = _CPU_DEFAULT_BYTES
-            if device.type == "cuda":
-                budget = torch.cuda.get_device_properties(device).total_memory // _DEFAULT_MEMORY_SHARE
-        return CheckpointLimits(
-            self.config.cache_slots, budget, self.states.bytes_per_slot, self.kv.bytes_per_row, lambda row: row.nbytes
-        )
-
-    def _release_slack(self) -> None:
-        """Shrink the pools when they hold more memory for nobody than the checkpoints may use."""
-        if not self.started or self.scheduler.requests:
-            return
-        slack = (self.states.num_slots - self.slots.used) * self.states.bytes_per_slot
-        slack += (self.kv.num_rows - self.kv_rows.used) * self.kv.bytes_per_row
-        allowed = self.index.limits.bytes
-        if allowed is None:
-            allowed = (self.index.limits.slots or 1) * self.states.bytes_per_slot
-        if slack <= allowed:
-            return
-        moved = self.slots.compact()
-        self.states.compact(list(moved))
-        for checkpoint in self.index.checkpoints:
-            if checkpoint.slot is not None:
-                checkpoint.slot = moved[checkpoint.slot]
-        self.kv.compact(self.kv_rows.compact())
-        self.builder.forget()
+            if self.started and self.broken is None:
+                self.scheduler.finish(request, "failed")
+        self.sinks.lose(requests, error)
 
 
 def runner_of(model: Any) -> ModelRunner:

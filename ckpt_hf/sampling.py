@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .collector import Collector
 from .export import export_cache
 from .prompts import Prompt
 from .requests import Request
@@ -81,20 +82,19 @@ def sample_packed(
     if packed_call.streamer is not None:
         packed_call.streamer.put(packed_call.caller_ids.repeat_interleave(copies, dim=0).cpu())
     requests = _requests(packed_call, copies)
+    loop = _DecodingLoop(requests, packed_call, logits_processor, stopping_criteria, generation_config)
     try:
-        for request in requests:
-            runner.add(request)
-        loop = _DecodingLoop(requests, packed_call, logits_processor, stopping_criteria, generation_config)
         result = loop.run(input_ids)
     finally:
         runner.finish(requests)
-    _count(packed_call, requests)
+    _count(packed_call, requests, loop.generated_tokens)
     return result
 
 
 def _requests(call: PackedCall, copies: int) -> list[Request]:
     """One request a row; the rows that repeat one prompt share all of it."""
-    identity = call.runner.identity()
+    with call.runner.lock:
+        identity = call.runner.identity()
     requests = []
     for prompt in call.prompts:
         ends = len(prompt.token_ids)
@@ -106,17 +106,14 @@ def _requests(call: PackedCall, copies: int) -> list[Request]:
     return requests
 
 
-def _count(call: PackedCall, requests: Sequence[Request]) -> None:
+def _count(call: PackedCall, requests: Sequence[Request], generated_tokens: int) -> None:
     copies = len(requests) // len(call.prompts)
     reports = [report_row(r, call.prompts[i // copies].notes) for i, r in enumerate(requests)]
-    stats = call.runner.stats
-    stats.calls += 1
-    stats.requests += len(requests)
-    stats.prompt_tokens += sum(r.prompt_tokens for r in reports)
-    stats.cached_tokens += sum(r.cached_tokens for r in reports)
-    stats.computed_tokens += sum(r.computed_tokens for r in reports)
-    stats.generated_tokens += sum(len(r.token_ids) - r.prompt_tokens for r in requests)
-    stats.last_rows = tuple(reports)
+    with call.runner.lock:
+        stats = call.runner.stats
+        stats.calls += 1
+        stats.count(reports, generated_tokens)
+        stats.last_rows = tuple(reports)
 
 
 class _DecodingLoop:
@@ -133,6 +130,8 @@ class _DecodingLoop:
         self.requests = requests
         self.runner = call.runner
         self.call = call
+        self.collector = Collector(call.runner)
+        self.generated_tokens = 0
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
         self.config = generation_config
@@ -148,8 +147,10 @@ class _DecodingLoop:
         # transformers pads rows that have ended only if it knows an end token; else all rows run until the last ends.
         pads_ended = any(hasattr(criterion, "eos_token_id") for criterion in self.stopping_criteria)
         unfinished = torch.ones(len(self.requests), dtype=torch.long, device=input_ids.device)
-        prefilled = self.runner.prefill()
-        logits = torch.stack([prefilled.pop(r) for r in self.requests])
+        with self.runner.lock:
+            for request in self.requests:
+                self.runner.add(request, self.collector)
+        logits = torch.stack(self.collector.collect(self.requests))
         while True:
             next_tokens = self._choose(input_ids, logits, unfinished)
             input_ids = torch.cat([input_ids, next_tokens[:, None]], dim=-1)
@@ -162,7 +163,7 @@ class _DecodingLoop:
             active = self._advance(tokens, was_running, runs)
             if not active:
                 break
-            decoded = self.runner.decode([self.requests[i] for i in active])
+            decoded = torch.stack(self.collector.collect([self.requests[i] for i in active]))
             if len(active) == len(self.requests):
                 logits = decoded
             else:
@@ -172,7 +173,8 @@ class _DecodingLoop:
         if not self.returns_dict:
             return input_ids
         starts = [prompt_width - r.prompt_tokens for r in self.requests]
-        cache = export_cache(self.runner, self.requests, starts, input_ids.shape[1] - 1)
+        with self.runner.lock:
+            cache = export_cache(self.runner, self.requests, starts, input_ids.shape[1] - 1)
         return GenerateDecoderOnlyOutput(
             sequences=cast(Any, input_ids),
             scores=cast(Any, self.scores),
@@ -198,14 +200,16 @@ class _DecodingLoop:
         return next_tokens
 
     def _advance(self, tokens: list[int], was_running: list[int], runs: list[int]) -> list[int]:
-        """Append the new tokens and end the rows that stop here; the rows that go on."""
+        """Give the rows that go on their tokens and end the others; the rows that go on."""
         active = []
-        for i, request in enumerate(self.requests):
-            if not was_running[i]:
-                continue
-            request.token_ids.append(tokens[i])
-            if runs[i]:
-                active.append(i)
-            elif not self.returns_dict:
-                self.runner.end(request)
+        with self.runner.lock:
+            for i, request in enumerate(self.requests):
+                if not was_running[i]:
+                    continue
+                self.generated_tokens += 1
+                if runs[i]:
+                    self.runner.feed(request, tokens[i])
+                    active.append(i)
+                elif not self.returns_dict:
+                    self.runner.end(request, "stop")
         return active

@@ -43,6 +43,18 @@ class SlotAllocator:
         del self._owners[slot]
         heapq.heappush(self._free, slot)
 
+    def transfer(self, slot: int, owner: Hashable, new_owner: Hashable) -> None:
+        """Hand ``slot`` with its content from ``owner`` to ``new_owner``.
+
+        Raises:
+            CheckpointRuntimeError: ``slot`` does not belong to ``owner``.
+        """
+        if self._owners.get(slot) != owner:
+            raise CheckpointRuntimeError(
+                f"slot {slot} belongs to {self._owners.get(slot)!r}, {owner!r} cannot hand it on"
+            )
+        self._owners[slot] = new_owner
+
     def owner(self, slot: int) -> Hashable | None:
         """The owner of ``slot``, or None when it is free."""
         return self._owners.get(slot)
@@ -63,6 +75,12 @@ class SlotAllocator:
         self._free = []
         self.high_water = len(self._owners)
         return renumbered
+
+    def trim(self) -> None:
+        """Forget free slots above the highest owned one, so that the pools need not be as large."""
+        self.high_water = 1 + max(self._owners, default=-1)
+        self._free = [slot for slot in self._free if slot < self.high_water]
+        heapq.heapify(self._free)
 
     def check_integrity(self, expected_owners: Iterable[Hashable]) -> None:
         """Raise CheckpointRuntimeError unless the slots' owners are exactly ``expected_owners``."""

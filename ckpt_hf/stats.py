@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .reasons import for_caller
 from .requests import Request
 
 
@@ -16,7 +18,8 @@ class RowReport:
         cached_tokens: prompt tokens whose states came from a checkpoint, of an earlier call or of another row.
         computed_tokens: prompt tokens that this row ran through the model.
         boundaries: where the row asked for checkpoints.
-        reasons: why a boundary was not started from, by boundary.
+        reasons: why a part of the prompt that could have been reused was not, by the position where it ends; the words
+            of :class:`Reason`. What other callers have sent is never told.
         notes: what was unusual about the row's markers.
     """
 
@@ -50,15 +53,23 @@ class CheckpointStats:
     bytes_used: int = 0
     last_rows: tuple[RowReport, ...] = field(default=())
 
+    def count(self, rows: Sequence[RowReport], generated_tokens: int) -> None:
+        """Add requests that have ended."""
+        self.requests += len(rows)
+        self.prompt_tokens += sum(row.prompt_tokens for row in rows)
+        self.cached_tokens += sum(row.cached_tokens for row in rows)
+        self.computed_tokens += sum(row.computed_tokens for row in rows)
+        self.generated_tokens += generated_tokens
+
 
 def report_row(request: Request, notes: tuple[str, ...]) -> RowReport:
-    """The report of a request whose prompt has been computed."""
+    """The report of a request whose prompt has been computed; the end of a turn that nobody declared is not in it."""
     computed = min(request.computed_tokens, request.prompt_tokens - request.cached_tokens)
     return RowReport(
         request.prompt_tokens,
         request.cached_tokens,
         computed,
-        request.boundaries,
-        dict(request.reasons),
+        tuple(boundary for boundary in request.boundaries if boundary not in request.soft),
+        {position: for_caller(reason) for position, reason in request.reasons.items() if position not in request.soft},
         notes,
     )

@@ -18,18 +18,30 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _OPS = """
 errors segments checks reference chunked shortconv
-kernels kernels.common kernels.gates kernels.conv kernels.intra kernels.chain kernels.decode
+kernels kernels.common kernels.gates kernels.conv kernels.intra kernels.chain kernels.decode kernels.attention
 kernels.hopper_intra kernels.hopper_chain
-launcher blocks launch_conv launch_plain launch_hopper launch schema api api_conv precompile __init__ testing
+launcher blocks launch_conv launch_plain launch_hopper launch_attention launch attention schema api api_conv precompile
+__init__ testing
 """
 _HF = """
-errors config markers plain_text seams chat_cuts encode prompt_checks prompts
-identity keys kv slots index requests plan draft scheduler stats
-pools attention batch layers families runner export handover sampling generate patching __init__
+errors events reasons trace_events histogram metrics prometheus
+run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
+config markers plain_text seams chat_cuts encode prompt_checks prompts
+prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
+identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
+draft starts holdings narrator deferral lifecycle scheduler stats
+turns sinks pools audit attention row_table batch layers decode_graphs families running_limit memory packed_step
+recovery runner steps collector export handover sampling generate patching
+outputs handles request_settings request_sampling submissions answers step_loop pins engine observe __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
 demo.embedded demo.compare demo.report __main__
 """
-_WITHOUT_TORCH = "errors config markers keys kv slots index requests plan draft scheduler stats"
+_WITHOUT_TORCH = """
+errors events reasons trace_events histogram metrics prometheus
+run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
+config markers keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues
+plan admission leases draft starts holdings narrator deferral lifecycle scheduler stats
+"""
 
 ORDER = {"ckpt_ops": _OPS.split(), "ckpt_hf": _HF.split()}
 HEAVY = {"ckpt_ops", "torch", "transformers", "triton"}
@@ -104,7 +116,9 @@ def test_ops_know_nothing_of_models(name: str) -> None:
 @pytest.mark.parametrize("name", ORDER["ckpt_ops"])
 def test_only_kernels_and_their_launcher_import_triton(name: str) -> None:
     if "triton" in third_party("ckpt_ops", name):
-        assert name in ("blocks", "launch", "launch_conv", "launch_plain") or name.startswith("kernels.")
+        assert name in ("blocks", "launch", "launch_conv", "launch_plain", "launch_attention") or name.startswith(
+            "kernels."
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER["ckpt_ops"] if name.startswith("kernels.")])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ckpt_hf.checkpoint import Retention
 from ckpt_hf.index import CheckpointStatus
-from ckpt_hf.requests import RequestStatus
+from ckpt_hf.requests import Request, RequestStatus
 
 from .simulation import WAITS, Simulation
 
@@ -13,6 +14,7 @@ from .simulation import WAITS, Simulation
 def check_invariants(sim: Simulation) -> None:
     """Raise AssertionError or the project's own error on the first thing that is wrong."""
     _check_requests(sim)
+    _check_waiting(sim)
     _check_checkpoints(sim)
     _check_owners(sim)
     if not sim.scheduler.requests:
@@ -22,7 +24,13 @@ def check_invariants(sim: Simulation) -> None:
 def check_idle(sim: Simulation) -> None:
     """With no request left only ready checkpoints own anything, nobody has a claim on them, and the limits hold."""
     checkpoints = sim.index.checkpoints
-    assert all(c.status is CheckpointStatus.READY and not c.leases and not c.ephemeral for c in checkpoints)
+    assert not len(sim.scheduler.waiting)
+    assert not len(sim.scheduler._ranking)
+    assert not sim.scheduler.running
+    assert all(
+        c.status is CheckpointStatus.READY and not c.leases and (c.pins or c.retention is not Retention.EPHEMERAL)
+        for c in checkpoints
+    )
     assert not sim.index.demand
     assert sim.slots.used == len(checkpoints)
     paths = {segment for c in checkpoints if c.kv is not None for segment in c.kv.path()}
@@ -63,6 +71,23 @@ def _check_requests(sim: Simulation) -> None:
     assert sim.index.demand == demand
 
 
+def _check_waiting(sim: Simulation) -> None:
+    """Whoever waits is in exactly one group, and a group is closed exactly while somebody computes its checkpoint."""
+    waiting, running = sim.scheduler.waiting, sim.scheduler.running
+    assert len(waiting) + len(running) == len(sim.scheduler.requests)
+    for request in sim.scheduler.requests:
+        waits = request.status in WAITS
+        assert (request in waiting) == waits
+        assert (request in running) != waits
+        assert request.in_step is None
+        if not waits:
+            continue
+        group = waiting._places[request.request_id]
+        checkpoint = sim.index.get(group.key) if group.key is not None else None
+        assert group.closed == (checkpoint is not None and checkpoint.status is CheckpointStatus.UNREADY)
+        assert request.status is RequestStatus.DEFERRED or not group.closed
+
+
 def _check_checkpoints(sim: Simulation) -> None:
     leases = Counter(r.base for r in sim.scheduler.requests if r.base is not None)
     produced = {c for r in sim.scheduler.requests for c in r.reserved.values()}
@@ -80,6 +105,8 @@ def _check_checkpoints(sim: Simulation) -> None:
             assert checkpoint.status is CheckpointStatus.UNREADY
             assert checkpoint in produced, "nobody computes an unready checkpoint"
             assert not checkpoint.leases
+    ready = [c for c in sim.index.checkpoints if c.status is CheckpointStatus.READY]
+    assert sim.index.bytes_used() == sim.index._kept.together(ready)
     unready = {c for c in sim.index.checkpoints if c.status is CheckpointStatus.UNREADY}
     assert produced == unready
 
@@ -97,3 +124,21 @@ def _check_owners(sim: Simulation) -> None:
     holders.update(checkpoint.kv for checkpoint in checkpoints if checkpoint.kv is not None)
     holders.update(segment.parent for segment in sim.kv_rows.segments if segment.parent is not None)
     assert holders == {segment: segment.refs for segment in sim.kv_rows.segments}
+
+
+def run_to_the_end(sim: Simulation, answer: int = 1, steps: int = 3000) -> list[Request]:
+    """Steps until every request has ``answer`` tokens; the requests in the order in which they ended."""
+    ended: list[Request] = []
+    for _ in range(steps):
+        requests = sim.scheduler.requests
+        if not requests:
+            check_idle(sim)
+            return ended
+        running = [r for r in requests if r.status is RequestStatus.DECODE and not r.has_next_token]
+        for request in [r for r in running if len(r.token_ids) - r.prompt_tokens >= answer]:
+            sim.cancel(request, "length")
+            ended.append(request)
+            running.remove(request)
+        assert sim.step(running) is not None or not sim.scheduler.requests, "nothing runs although requests wait"
+        check_invariants(sim)
+    raise AssertionError(f"{len(sim.scheduler.requests)} requests have not ended after {steps} steps")

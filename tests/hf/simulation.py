@@ -7,52 +7,57 @@ and "a state of the slot's last owner" are all told apart from the right one. Ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
 
-from ckpt_hf.draft import STATE_CHUNK_TOKENS
+from ckpt_hf.admission import AdmissionLimits
+from ckpt_hf.events import FIELDS, Event, short_key
 from ckpt_hf.index import Checkpoint, CheckpointIndex, CheckpointLimits, CheckpointStatus
-from ckpt_hf.keys import checkpoint_keys
+from ckpt_hf.keys import CONTENT, KeyScope, checkpoint_keys
 from ckpt_hf.kv import KVRows, KVSegment
 from ckpt_hf.plan import Piece, StepPlan
 from ckpt_hf.requests import Request, RequestStatus
 from ckpt_hf.scheduler import Scheduler
 from ckpt_hf.slots import SlotAllocator
-from ckpt_ops import Segment, SegmentTable
+
+from .histories import Histories
+from .plan_checks import check_isolation, check_plan
 
 BYTES_PER_SLOT, BYTES_PER_TOKEN, BYTES_OF_LOGITS = 1000, 10, 100
 WAITS = (RequestStatus.WAITING, RequestStatus.DEFERRED)
 GARBAGE = -1
 
 
-class Histories:
-    """Token sequences by number: two numbers are equal only when the sequences are, token for token."""
+class _WatchedSlots(SlotAllocator):
+    def __init__(self, on_transfer: Callable[[int, Hashable, Hashable], None]) -> None:
+        super().__init__()
+        self._on_transfer = on_transfer
 
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._known: dict[Request | Checkpoint, list[int]] = {}
-
-    def of(self, owner: Request | Checkpoint) -> list[int]:
-        """Number of each prefix of the owner's tokens, which may have grown; the empty one, 0, comes first."""
-        return self._extend(self._known.setdefault(owner, [0]), owner.token_ids)
-
-    def prefixes(self, token_ids: Sequence[int]) -> list[int]:
-        """The same for bare token ids."""
-        return self._extend([0], token_ids)
-
-    def _extend(self, known: list[int], token_ids: Sequence[int]) -> list[int]:
-        for token in token_ids[len(known) - 1 :]:
-            known.append(self._numbers.setdefault((known[-1], token), len(self._numbers) + 1))
-        return known
+    def transfer(self, slot: int, owner: Hashable, new_owner: Hashable) -> None:
+        super().transfer(slot, owner, new_owner)
+        self._on_transfer(slot, owner, new_owner)
 
 
 class Simulation:
     """Scheduler, index, slots and rows of one model, with simulated contents. The tests call nothing else."""
 
-    def __init__(self, budget: int = 64, slots: int | None = None, max_bytes: int | None = None) -> None:
-        self.slots, self.kv_rows = SlotAllocator(), KVRows()
+    def __init__(
+        self,
+        budget: int = 64,
+        slots: int | None = None,
+        max_bytes: int | None = None,
+        max_running: int | None = None,
+        memory_bytes: int | None = None,
+        lease_steps: int = 64,
+    ) -> None:
+        self.slots, self.kv_rows = _WatchedSlots(self._hand_on), KVRows()
         limits = CheckpointLimits(slots, max_bytes, BYTES_PER_SLOT, BYTES_PER_TOKEN, lambda logits: BYTES_OF_LOGITS)
         self.index = CheckpointIndex(self.slots, self.kv_rows, limits)
-        self.scheduler = Scheduler(self.index, self.slots, self.kv_rows, budget)
+        admission = AdmissionLimits(max_running, memory_bytes)
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(
+            self.index, self.slots, self.kv_rows, budget, self.events.append, admission, lease_steps
+        )
         self.histories = Histories()
         self.states: dict[int, int] = {}
         self.rows: dict[int, int] = {}
@@ -69,34 +74,48 @@ class Simulation:
         ephemeral: Iterable[int] = (),
         decode: bool = True,
         salt: str = "",
+        *,
+        identity: bytes = b"model",
+        scoped: bool = False,
+        **fields: Any,
     ) -> Request:
-        """A request with an id of its own, not yet added."""
+        """A request with an id of its own, not yet added; ``scoped`` ones may start where others declared it."""
         self._ids += 1
-        keys = checkpoint_keys(token_ids, boundaries, b"model", salt)
-        return Request(self._ids, list(token_ids), tuple(boundaries), keys, frozenset(ephemeral), decode)
+        keys = checkpoint_keys(token_ids, boundaries, identity, salt)
+        if scoped:
+            fields |= {"scope": KeyScope(identity, salt), "contents": CONTENT.keys(token_ids, boundaries)}
+        ids = list(token_ids)
+        return Request(self._ids, ids, tuple(boundaries), keys, frozenset(ephemeral), decode, **fields)
 
-    def add(
-        self,
-        token_ids: Sequence[int],
-        boundaries: Sequence[int] = (),
-        ephemeral: Iterable[int] = (),
-        decode: bool = True,
-        salt: str = "",
-    ) -> Request:
-        """A request that the scheduler has taken in."""
-        request = self.request(token_ids, boundaries, ephemeral, decode, salt)
+    def add(self, token_ids: Sequence[int], boundaries: Sequence[int] = (), *args: Any, **fields: Any) -> Request:
+        """A request that the scheduler has taken in; arguments of :meth:`request`."""
+        request = self.request(token_ids, boundaries, *args, **fields)
         self.scheduler.add(request)
         return request
 
+    def step(
+        self, decoding: Iterable[Request] = (), token: int = 7, cancelled: Iterable[Request] = ()
+    ) -> StepPlan | None:
+        """Plan, run and commit a step in which ``decoding`` requests have got their next token.
+
+        ``cancelled`` ones end between the run and the commit.
+        """
+        for request in decoding:
+            request.token_ids.append(token)
+        plan = self.scheduler.plan_step()
+        self._forget_freed()
+        if plan is not None:
+            self._commit(plan, cancelled)
+        return plan
+
     def prefill_step(self) -> StepPlan | None:
-        """Plan, run and commit one prefill step; it must bring some request forward."""
+        """A step that nobody has a token for; it must bring some request forward."""
         before = self._outstanding()
-        plan = self.scheduler.plan_prefill()
+        plan = self.step()
         if plan is None:
             assert not before
             return None
         assert plan.num_tokens <= self.scheduler.max_batch_tokens
-        self._commit(plan)
         assert self._outstanding() < before, "a step that brings nobody forward"
         return plan
 
@@ -108,25 +127,39 @@ class Simulation:
         return plans
 
     def decode_step(self, requests: Iterable[Request], token: int = 7) -> StepPlan:
-        """One more token for each of ``requests``."""
-        plan = self._plan_decode(requests, token)
-        self._commit(plan)
+        """One more token for each of ``requests``, and whatever else fits."""
+        requests = list(requests)
+        plan = self.step(requests, token)
+        assert plan is not None
+        assert set(plan.decodes) == set(requests)
         return plan
 
-    def fail_prefill_step(self, broken: Collection[int] | None = None) -> StepPlan | None:
-        """Plan a prefill step that fails after it has overwritten what the pieces ``broken`` (None: all) write."""
-        plan = self.scheduler.plan_prefill()
+    def fail_step(
+        self, decoding: Iterable[Request] = (), broken: Collection[int] | None = None, token: int = 7
+    ) -> StepPlan | None:
+        """A step that fails after it has overwritten what its pieces ``broken`` (None: all) and its decodes write."""
+        for request in decoding:
+            request.token_ids.append(token)
+        plan = self.scheduler.plan_step()
+        self._forget_freed()
         if plan is not None:
             self._fail(plan, broken)
         return plan
 
-    def fail_decode_step(self, requests: Iterable[Request], token: int = 7) -> None:
-        """A decode step that fails after it has overwritten everything that it writes."""
-        self._fail(self._plan_decode(requests, token), None)
+    def preempt(self, request: Request) -> None:
+        """Somebody else needs its memory."""
+        self.scheduler.preempt(request)
+        self._forget_freed()
 
-    def cancel(self, request: Request) -> None:
-        """The caller has lost interest."""
-        self.scheduler.finish(request)
+    def shrink(self) -> bool:
+        """The device ran out of memory."""
+        helped = self.scheduler.shrink()
+        self._forget_freed()
+        return helped
+
+    def cancel(self, request: Request, reason: str = "cancelled") -> None:
+        """The caller has lost interest, or has got what it wanted."""
+        self.scheduler.finish(request, reason)
         self._forget_freed()
 
     def finish_all(self) -> None:
@@ -163,19 +196,12 @@ class Simulation:
 
     def _outstanding(self) -> int:
         pending = [r for r in self.scheduler.requests if r.status is not RequestStatus.DECODE]
-        return len(pending) + sum(r.prompt_tokens - r.position for r in pending)
+        return len(pending) + sum(r.prefill_stop - r.position for r in pending)
 
-    def _plan_decode(self, requests: Iterable[Request], token: int) -> StepPlan:
-        requests = list(requests)
-        for request in requests:
-            request.token_ids.append(token)
-        plan = self.scheduler.plan_decode(r.request_id for r in requests)
-        assert [p.length for p in plan.pieces] == [1] * len(requests)
-        return plan
-
-    def _commit(self, plan: StepPlan) -> None:
-        self._forget_freed()
+    def _commit(self, plan: StepPlan, cancelled: Iterable[Request] = ()) -> None:
+        self._check_memory()
         check_plan(plan, self.slots.high_water)
+        check_isolation(plan)
         finals = self._run(plan.pieces)
         for i, piece in enumerate(plan.pieces):
             if piece.publishes is not None:
@@ -191,12 +217,18 @@ class Simulation:
                 assert wanted.checkpoint is not None
                 logits = wanted.checkpoint.logits
             assert logits == self.histories.of(wanted.request)[-1], "the logits of another prefix"
+        for request in plan.decodes:
+            self._run_decode(request)
         for piece in plan.pieces:
             self.computed.update(self.histories.of(piece.request)[piece.start + 1 : piece.stop + 1])
-            if piece.publishes is not None:
-                assert piece.publishes.key not in self._published, "a prefix was computed twice while others want it"
-                self._published.add(piece.publishes.key)
+        for request in cancelled:
+            self.cancel(request)
+        published = [p.publishes for p in plan.pieces if p.publishes is not None and p.request.in_step == plan.step]
+        for checkpoint in published:
+            assert checkpoint.key not in self._published, "a prefix was computed twice while others want it"
+            self._published.add(checkpoint.key)
         self.scheduler.commit(plan)
+        assert all(checkpoint.status is not CheckpointStatus.UNREADY for checkpoint in published)
         self._forget_freed()
 
     def _run(self, pieces: Sequence[Piece]) -> list[int]:
@@ -221,17 +253,33 @@ class Simulation:
         self.states.update({piece.destination: final for piece, final in zip(pieces, finals, strict=True)})
         return finals
 
+    def _run_decode(self, request: Request) -> None:
+        """One token in place: state read from and written to the slot, its row the last one."""
+        history = self.histories.of(request)
+        assert request.slot is not None
+        assert request.kv is not None
+        assert self.states.get(request.slot) == history[request.position], "a decoding request lost its state"
+        self.states[request.slot] = self.rows[request.kv.rows[-1]] = history[request.position + 1]
+        seen = [self.rows.get(row) for segment in request.kv.path() for row in segment.rows]
+        assert seen == history[1 : request.position + 2], "attention of a decoding request reads other tokens"
+        self.computed[history[request.position + 1]] += 1
+
     def _fail(self, plan: StepPlan, broken: Collection[int] | None) -> None:
         self._forget_freed()
         for i, piece in enumerate(plan.pieces):
             if broken is None or i in broken:
                 self.states[piece.destination] = GARBAGE
                 self.rows.update(dict.fromkeys(piece.kv.rows[piece.kv_before :], GARBAGE))
+        for request in plan.decodes:
+            assert request.slot is not None
+            assert request.kv is not None
+            self.states[request.slot] = self.rows[request.kv.rows[-1]] = GARBAGE
         self.scheduler.rollback(plan)
         self._forget_freed()
 
     def _forget_freed(self) -> None:
         """What has changed hands is unknown to its new owner, and demand that has ended allows a second computation."""
+        self._check_events()
         rows = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
         self.states = {
             slot: held for slot, held in self.states.items() if self.slots.owner(slot) == self._slot_owners.get(slot)
@@ -240,28 +288,25 @@ class Simulation:
         self._published = {key for key in self._published if self.index.demand[key]}
         self._note_owners()
 
+    def _check_events(self) -> None:
+        """Every event has its fields; what was given up although somebody wants it may be computed again."""
+        evicted = set()
+        for event in self.events:
+            assert set(FIELDS[event.kind]) <= set(event.data), event
+            if event.kind == "evicted":
+                evicted.add(event.data["key"])
+        self._published = {key for key in self._published if short_key(key) not in evicted}
+        self.events.clear()
+
+    def _check_memory(self) -> None:
+        limit = self.scheduler.admission.limits.memory_bytes
+        assert limit is None or self.scheduler.admission.used <= limit, "more memory than there is"
+
+    def _hand_on(self, slot: int, owner: object, new_owner: object) -> None:
+        """A slot changes hands with what it holds."""
+        if self._slot_owners.get(slot) == owner:
+            self._slot_owners[slot] = new_owner
+
     def _note_owners(self) -> None:
         self._slot_owners = {slot: self.slots.owner(slot) for slot in range(self.slots.high_water)}
         self._row_owners = {row: segment for segment in self.kv_rows.segments for row in segment.rows}
-
-
-def check_plan(plan: StepPlan, num_slots: int) -> None:
-    """The shape of a plan: what the ops demand, the order that attention relies on, and where pieces may end."""
-    pieces = plan.pieces
-    SegmentTable.build([Segment(p.length, p.parent, p.source, p.destination) for p in pieces], num_slots, "cpu")
-    for piece in pieces:
-        assert piece.depth == (0 if piece.parent < 0 else pieces[piece.parent].depth + 1)
-        if plan.decode:
-            continue
-        inside = [b for b in piece.request.reserved if piece.start < b < piece.stop]
-        assert not inside, "a piece runs over a boundary that its request produces"
-        produced = piece.request.reserved.get(piece.stop) if piece.length else None
-        assert piece.publishes is produced
-        if piece.publishes is None and piece.stop < piece.request.prompt_tokens:
-            assert (piece.kv_before + piece.length) % STATE_CHUNK_TOKENS == 0, "cut off the grid"
-    for depth in {p.depth for p in pieces}:
-        prefixes = [p.kv.parent for p in pieces if p.depth == depth]
-        changes = [b for a, b in zip([object(), *prefixes], prefixes, strict=False) if a is not b]
-        assert len(changes) == len(set(changes)), "pieces with one prefix are apart"
-    without = [p.kv.parent is None for p in pieces]
-    assert without == sorted(without, reverse=True), "a piece without a prefix behind one that has one"

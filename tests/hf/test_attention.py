@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ckpt_hf.attention import packed_attention, varlen_supported
-from ckpt_hf.batch import BatchBuilder, path_rows
+from ckpt_hf.batch import BatchBuilder, decode_pieces, path_rows
 from ckpt_hf.index import CheckpointIndex, CheckpointLimits
 from ckpt_hf.kv import KVRows
 from ckpt_hf.plan import StepPlan
 from ckpt_hf.pools import KVPools, LayerShapes
-from ckpt_hf.requests import Request
+from ckpt_hf.requests import Request, RequestStatus
 from ckpt_hf.scheduler import Scheduler
 from ckpt_hf.slots import SlotAllocator
 
@@ -27,7 +27,10 @@ def make_scheduler(budget: int) -> Scheduler:
 
 
 def run_plans(scheduler: Scheduler, prompts: list[tuple[int, tuple[int, ...]]]) -> Iterator[StepPlan]:
-    """Plans that prefill prompts of (length, boundaries) over one shared token stream, then decode twice."""
+    """Plans that prefill prompts of (length, boundaries) over one shared token stream and decode each twice.
+
+    With a small budget the first prompts decode while the last ones are computed.
+    """
     stream = list(range(1000))
     requests = []
     for i, (length, boundaries) in enumerate(prompts):
@@ -36,22 +39,22 @@ def run_plans(scheduler: Scheduler, prompts: list[tuple[int, tuple[int, ...]]]) 
         keys = tuple(str(ids[:b]).encode() for b in boundaries)
         requests.append(Request(i, ids, boundaries, keys))
         scheduler.add(requests[-1])
-    while (plan := scheduler.plan_prefill()) is not None:
+    while (plan := scheduler.plan_step()) is not None:
         yield plan
         scheduler.commit(plan)
-    for _ in range(2):
         for request in requests:
-            request.token_ids.append(7)
-        plan = scheduler.plan_decode(r.request_id for r in requests)
-        yield plan
-        scheduler.commit(plan)
+            if request.status is RequestStatus.DECODE and request.position == len(request.token_ids):
+                if len(request.token_ids) < request.prompt_tokens + 2:
+                    request.token_ids.append(7)
+                else:
+                    scheduler.finish(request)
 
 
 def reference(query: torch.Tensor, pools: KVPools, plan: StepPlan, scale: float) -> torch.Tensor:
     """Token by token in fp64: softmax over the rows on the token's path."""
     group = query.shape[1] // KV_HEADS
     outputs, column = [], 0
-    for piece in plan.pieces:
+    for piece in (*plan.pieces, *decode_pieces(plan)):
         rows = path_rows(piece.kv)
         for t in range(piece.length):
             seen = rows[: len(rows) - (piece.length - 1 - t)]
@@ -72,8 +75,9 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("budget", [16384, 64])
+@pytest.mark.parametrize("budget", [16384, 64, 80])
 @pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("row_table", [False, True])
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
@@ -84,17 +88,21 @@ PROMPTS = {
     ],
 )
 def test_packed_attention_equals_softmax_over_each_path(
-    name: str, budget: int, group: int, device: str, dtype: torch.dtype
+    name: str, budget: int, group: int, row_table: bool, device: str, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     place = torch.device(device)
     pools = KVPools(LayerShapes({}, {}, {0: (KV_HEADS, HEAD_DIM)}), dtype, place)
-    builder = BatchBuilder(place, varlen_supported(place, dtype, HEAD_DIM))
+    if device == "cuda" and not row_table:
+        pytest.skip("decode tokens always go through the table on a GPU")
+    builder = BatchBuilder(place, varlen_supported(place, dtype, HEAD_DIM), row_table)
     assert builder.varlen == (dtype != torch.float32)
     # One rounding of the inputs' products to the dtype; float32 sums over at most 150 rows.
     tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     scheduler = make_scheduler(budget)
+    mixed = 0
     for plan in run_plans(scheduler, PROMPTS[name]):
+        mixed += bool(plan.pieces and plan.decodes)
         pools.reserve(scheduler.kv_rows.high_water)
         if not plan.num_tokens:
             continue
@@ -107,15 +115,16 @@ def test_packed_attention_equals_softmax_over_each_path(
         expected = reference(query, pools, plan, HEAD_DIM**-0.5)
         error = ((actual.double() - expected).norm() / expected.norm()).item()
         assert error <= tolerance, f"{error:.2e} > {tolerance:.2e}"
+    assert mixed or (name, budget) != ("mixed", 80)
 
 
 def test_a_contiguous_prefix_is_read_in_place() -> None:
     scheduler = make_scheduler(16384)
     builder = BatchBuilder(torch.device("cpu"), varlen=True)
     plans = run_plans(scheduler, [(70, (64,)), (80, (64,)), (65, (64,))])
-    attention = builder.build(next(plans), scheduler.slots.high_water).attention
-    assert attention.prefix is not None
-    assert attention.prefix.rows == slice(0, 64)
-    assert attention.prefix.cu_queries.tolist() == [0, 6 + 16 + 1]
-    assert attention.own is not None
-    assert attention.own.rows is None
+    part = builder.build(next(plans), scheduler.slots.high_water).attention.parts[0]
+    assert part.prefix is not None
+    assert part.prefix.rows == slice(0, 64)
+    assert part.prefix.cu_queries.tolist() == [0, 6 + 16 + 1]
+    assert part.own is not None
+    assert part.own.rows is None

@@ -157,14 +157,14 @@ def test_an_interrupt_while_planning_leaks_nothing(monkeypatch: pytest.MonkeyPat
     rows = shared_prompts(70, (5, 9))
     with patched_model() as model:
         scheduler = runner_of(model).scheduler
-        schedule, calls = type(scheduler)._schedule_prefill, itertools.count()
+        schedule, calls = type(scheduler)._start, itertools.count()
 
-        def interrupted(self: Any, *args: Any) -> None:
-            schedule(self, *args)
+        def interrupted(self: Any, *args: Any) -> Any:
             if next(calls) == 1:
                 raise KeyboardInterrupt
+            return schedule(self, *args)
 
-        monkeypatch.setattr(type(scheduler), "_schedule_prefill", interrupted)
+        monkeypatch.setattr(type(scheduler), "_start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             generate(model, rows, checkpoint_positions=[[70]] * 2)
         monkeypatch.undo()

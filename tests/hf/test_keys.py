@@ -6,7 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ckpt_hf.keys import DIGEST_BYTES, checkpoint_keys
+from ckpt_hf.errors import CheckpointValueError
+from ckpt_hf.keys import DIGEST_BYTES, KeyScope, checkpoint_keys
 
 ids = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**40)), min_size=1, max_size=80)
 identities = st.binary(max_size=6)
@@ -72,3 +73,35 @@ def test_the_same_in_every_process() -> None:
     assert key([1, 2, 3], b"model", "salt").hex() == (
         "3e530c510cb5155a88bc30098dca53e97a5b2620e30c9b48d45c89d9ce109f50"
     )
+
+
+IMAGE, OTHER_IMAGE = (bytes([i]) * 32 for i in (1, 2))
+
+
+def media_keys(*media: tuple[int, bytes]) -> tuple[bytes, ...]:
+    return KeyScope(b"model").keys([1, 7, 7, 7, 2, 3], [1, 4, 6], media)
+
+
+def test_an_image_is_a_part_of_every_key_behind_it_27_72() -> None:
+    """Placeholder ids are the same for all images, so without its content one image would get another's states."""
+    plain, first, second = media_keys(), media_keys((1, IMAGE)), media_keys((1, OTHER_IMAGE))
+    assert plain[0] == first[0] == second[0]
+    assert len({plain[1], first[1], second[1]}) == len({plain[2], first[2], second[2]}) == 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([IMAGE, OTHER_IMAGE])), max_size=3, unique_by=lambda m: m[0]),
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([IMAGE, OTHER_IMAGE])), max_size=3, unique_by=lambda m: m[0]),
+)
+def test_same_images_at_the_same_places_same_key(
+    first: list[tuple[int, bytes]], second: list[tuple[int, bytes]]
+) -> None:
+    keys = [KeyScope(b"m").keys([5] * 10, [10], sorted(media)) for media in (first, second)]
+    assert (keys[0] == keys[1]) == (sorted(first) == sorted(second))
+
+
+@pytest.mark.parametrize("size", [0, 2, 15])
+def test_a_short_image_digest_is_refused_73(size: int) -> None:
+    with pytest.raises(CheckpointValueError, match=f"media digest at position 1 has {size} bytes; at least 16"):
+        media_keys((1, bytes(size)))

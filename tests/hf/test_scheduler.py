@@ -211,12 +211,12 @@ class TestWaiting:
         if how == "cancel":
             sim.cancel(producer)
         else:
-            sim.fail_prefill_step()
+            sim.fail_step()
             assert producer.status is WAITING
-        assert checkpoint.status is CheckpointStatus.ABSENT
+            assert checkpoint.status is CheckpointStatus.ABSENT
         check_invariants(sim)
         sim.prefill()
-        assert [r.cached_tokens for r in waiters] == ([0, 150] if how == "cancel" else [150, 150])
+        assert [r.cached_tokens for r in waiters] == ([64, 150] if how == "cancel" else [150, 150])
         check_invariants(sim)
 
     def test_the_same_prompt_again_after_a_cancelled_prefill_18_86(self) -> None:

@@ -16,7 +16,7 @@ class TestFailedStep:
     def test_everything_is_free_again_at_once_9(self) -> None:
         sim = Simulation(1000)
         requests = [sim.add([*ANCHOR, i], [50, 200]) for i in range(3)]
-        sim.fail_prefill_step()
+        sim.fail_step()
         assert sim.slots.used == sim.kv_rows.used == len(sim.index) == 0
         assert [r.status for r in requests] == [RequestStatus.WAITING] * 3
         sim.prefill()
@@ -28,7 +28,7 @@ class TestFailedStep:
         sim = Simulation(100)
         sim.add([*ANCHOR[:90]], [90], decode=False)
         consumer = sim.add([*ANCHOR[:90], *range(80)], [90])
-        plan = sim.fail_prefill_step()
+        plan = sim.fail_step()
         assert plan is not None
         assert consumer not in {piece.request for piece in plan.pieces}
         assert consumer.status is RequestStatus.WAITING
@@ -40,7 +40,7 @@ class TestFailedStep:
         sim = Simulation(64)
         request = sim.add(ANCHOR, [64, 150])
         sim.prefill_step()
-        sim.fail_prefill_step()
+        sim.fail_step()
         assert sim.ready(ANCHOR[:64]) is not None
         sim.prefill()
         assert (request.cached_tokens, request.computed_tokens) == (64, 200)
@@ -52,7 +52,7 @@ class TestFailedStep:
         second = sim.add([*ANCHOR[:64], 1], [64])
         sim.prefill_step()
         sim.prefill_step()
-        sim.fail_prefill_step()
+        sim.fail_step()
         assert request.demanded == set(request.keys)
         sim.cancel(second)
         assert sim.ready(ANCHOR[:64]) is not None
@@ -60,21 +60,26 @@ class TestFailedStep:
         assert request.cached_tokens == 64
         check_invariants(sim)
 
-    def test_a_failed_decode_step_ends_its_requests(self) -> None:
+    def test_after_a_failed_decode_step_the_answer_is_computed_again(self) -> None:
+        """Its state may be half overwritten, so it starts again from its checkpoint, its own tokens included."""
         sim = Simulation(1000)
         broken, spared = sim.add([*ANCHOR, 1], [200]), sim.add([*ANCHOR, 2], [200])
         sim.prefill()
-        sim.fail_decode_step([broken])
-        assert (broken.status, broken.slot, broken.kv) == (RequestStatus.FINISHED, None, None)
+        sim.decode_step([broken, spared])
+        sim.fail_step([broken])
+        assert (broken.status, broken.slot, broken.kv) == (RequestStatus.WAITING, None, None)
         check_invariants(sim)
-        sim.decode_step([spared])
+        plan = sim.step([spared])
+        assert plan is not None
+        assert [(p.request, p.start, p.stop) for p in plan.pieces] == [(broken, 200, 203)]
+        assert (plan.decodes, broken.status) == ((spared,), RequestStatus.DECODE)
         check_invariants(sim)
 
     def test_restarted_request_never_reads_what_the_failed_step_wrote_10_90(self) -> None:
         sim = Simulation(64)
         request = sim.add(ANCHOR)
         sim.prefill_step()
-        sim.fail_prefill_step()
+        sim.fail_step()
         assert (request.position, request.slot, request.state_in_slot) == (0, None, False)
         plans = sim.prefill()
         assert (plans[0].pieces[0].start, plans[0].pieces[0].source) == (0, -1)

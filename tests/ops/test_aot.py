@@ -9,7 +9,7 @@ import pytest
 import torch
 from aot import LIMITS, Recorder, check_all_fit
 
-from ckpt_ops import Segment, SegmentTable, launch, launch_conv, launch_plain
+from ckpt_ops import Segment, SegmentTable, launch, launch_attention, launch_conv, launch_plain
 from ckpt_ops.blocks import Config, choose_config
 from ckpt_ops.testing import make_delta_rule_inputs, make_pool
 
@@ -113,3 +113,25 @@ def test_compiled_forms_do_not_depend_on_the_batch(
         run_convolution(lengths, 208, 6, torch.bfloat16, rows)
     counts = {name: len(recorder.forms()) for name, recorder in recorders.items()}
     assert counts == {"intra": 1, "chain": 1, "decode": 1, "conv": 2, "conv_decode": 2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "capability"),
+    [
+        *((dtype, 16, 4, 256, capability) for dtype in (torch.bfloat16, torch.float32) for capability in LIMITS),
+        (torch.float16, 6, 2, 40, 90),
+    ],
+    ids=str,
+)
+def test_attention_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, capability: int
+) -> None:
+    recorders = []
+    for launcher in (launch_attention._SPLIT, launch_attention._COMBINE):
+        recorders.append(Recorder(launcher.kernel))
+        monkeypatch.setattr(launcher, "kernel", recorders[-1])
+    query, keys, values = (make_pool(*shape, dtype=dtype) for shape in ((2, heads, dim), *[(64, kv_heads, dim)] * 2))
+    table, at = torch.zeros((3, 256), dtype=torch.int32), torch.ones(2, dtype=torch.int64)
+    launch_attention.decode_attention(query, keys, values, table, at, at, dim**-0.5)
+    for recorder in recorders:
+        check_all_fit(recorder, capability)

@@ -1,0 +1,195 @@
+"""Requests a second and time to first token of the engine, against what a user of transformers can do without it.
+
+Arms, each over the same prompts, all there at once: unpatched ``generate`` with all rows in one left-padded batch; one
+call a prompt; each anchor's prefix run once by hand and its cache fanned out; the engine with nothing cached before;
+the engine with the prefixes cached by an earlier run. With nothing shared: the engine with a boundary in each prompt
+against the engine without. Before anything is timed, each arm's answers are compared with those of one call a prompt.
+
+    python -m benchmarks.engine_load --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import DynamicCache, StoppingCriteria
+
+import ckpt_hf
+from benchmarks.model_scale import build_model
+
+_GPU_LOADS, _CPU_LOADS = "1x2048x16x64,4x2048x16x64", "1x256x8x16,4x128x8x16"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts of ``anchors`` shared prefixes, each with ``consumers`` suffixes of one length."""
+
+    anchors: int
+    prefix: int
+    consumers: int
+    suffix: int
+
+    def rows(self, vocabulary: int, shared: bool = True) -> list[list[int]]:
+        """Token ids of each prompt, anchor by anchor; without ``shared`` every prefix is another one."""
+        generator = torch.Generator().manual_seed(self.prefix + self.consumers)
+
+        def ids(length: int) -> list[int]:
+            return torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+
+        rows = []
+        for _ in range(self.anchors):
+            anchor = ids(self.prefix)
+            rows += [(anchor if shared else ids(self.prefix)) + ids(self.suffix) for _ in range(self.consumers)]
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: new tokens by prompt, seconds until all were there, seconds until each prompt's first token."""
+
+    tokens: list[list[int]]
+    seconds: float
+    first: list[float]
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes when the first token of a call was chosen; stops nothing."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.at is None:
+            if input_ids.is_cuda:
+                torch.cuda.synchronize()
+            self.at = time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def generate_batches(model: Any, batches: list[list[list[int]]], new_tokens: int, prefix: int | None) -> Outcome:
+    """``generate`` for one batch after the other; with ``prefix`` so many tokens of each batch are run once by hand."""
+    tokens: list[list[int]] = []
+    first: list[float] = []
+    start = time.perf_counter()
+    for rows in batches:
+        ids = torch.tensor(rows, device=model.device)
+        note = _FirstToken()
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        if prefix is not None:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(input_ids=ids[:1, :prefix], cache=cache, logits_to_keep=1)
+            cache.reorder_cache(cast(Any, torch.zeros(len(ids), dtype=torch.long, device=ids.device)))
+            options["cache"] = cache
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[note], **options)
+        tokens += out[:, ids.shape[1] :].tolist()
+        assert note.at is not None
+        first += [note.at - start] * len(rows)
+    return Outcome(tokens, time.perf_counter() - start, first)
+
+
+def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | None, new_tokens: int) -> Outcome:
+    """All prompts submitted at once."""
+    start = time.perf_counter()
+    positions = None if boundary is None else [boundary]
+    handles = [
+        engine.submit(row, checkpoint_positions=positions, max_new_tokens=new_tokens, do_sample=False) for row in rows
+    ]
+    outputs = [handle.result() for handle in handles]
+    seconds = time.perf_counter() - start
+    return Outcome(
+        [output.generated_tokens for output in outputs], seconds, [output.timestamps[0] - start for output in outputs]
+    )
+
+
+def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> list[dict[str, Any]]:
+    """One row an arm: medians over ``repetitions`` runs, and the share of answers that equal one call a prompt's.
+
+    One call a prompt runs once.
+    """
+    rows = load.rows(model.config.vocab_size)
+    groups = [rows[i : i + load.consumers] for i in range(0, len(rows), load.consumers)]
+    generate_batches(model, groups[:1], new_tokens, None)
+    one_by_one = generate_batches(model, [[row] for row in rows], new_tokens, None)  # far too slow to repeat
+    expected = one_by_one.tokens
+    plain: dict[str, Callable[[], Outcome]] = {
+        "unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None),
+        "prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix),
+    }
+    found = {"unpatched, one by one": _figures([one_by_one], 1.0)} | _time(plain, expected, repetitions)
+    apart = load.rows(model.config.vocab_size, shared=False)
+    # The keys of all prompts fit, so that what is measured is not how fast an evicted prefix is computed again.
+    with ckpt_hf.Engine(model, cache_slots=2 * len(rows)) as engine:
+
+        def cold(prompts: list[list[int]], boundary: int | None) -> Outcome:
+            ckpt_hf.clear(model)
+            return run_engine(engine, prompts, boundary, new_tokens)
+
+        found |= _time({"engine, cold": lambda: cold(rows, load.prefix)}, expected, repetitions)
+        found |= _time(
+            {"engine, warm": lambda: run_engine(engine, rows, load.prefix, new_tokens)}, expected, repetitions
+        )
+        alone = cold(apart, None).tokens
+        free: dict[str, Callable[[], Outcome]] = {
+            "nothing shared, no boundaries": lambda: cold(apart, None),
+            "nothing shared, boundaries": lambda: cold(apart, load.prefix),
+        }
+        found |= _time(free, alone, repetitions)
+    shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
+    return [{"load": shape, "new_tokens": new_tokens, "arm": arm, **figures} for arm, figures in found.items()]
+
+
+def _time(
+    arms: dict[str, Callable[[], Outcome]], expected: list[list[int]], repetitions: int
+) -> dict[str, dict[str, float]]:
+    """Figures of each arm; the arms take turns, so that what else the machine does hits them alike."""
+    equal = {}
+    for name, arm in arms.items():
+        tokens = arm().tokens
+        equal[name] = sum(a == b for a, b in zip(tokens, expected, strict=True)) / len(expected)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
+    for _ in range(repetitions):
+        for name, arm in arms.items():
+            outcomes[name].append(arm())
+    return {name: _figures(outcomes[name], equal[name]) for name in arms}
+
+
+def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float]:
+    first = [sorted(outcome.first) for outcome in outcomes]
+    return {
+        "requests_per_s": statistics.median(len(o.tokens) / o.seconds for o in outcomes),
+        "first_token_median_ms": 1e3 * statistics.median(times[len(times) // 2] for times in first),
+        "first_token_p90_ms": 1e3 * statistics.median(times[len(times) * 9 // 10] for times in first),
+        "equal_answers": equal,
+    }
+
+
+def main() -> None:
+    """Print one JSON row for each load and arm."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shape", choices=["9B", "tiny"], default=None)
+    parser.add_argument("--loads", default=None, help="anchors x prefix x consumers x suffix, comma-separated")
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--repetitions", type=int, default=3)
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = build_model(args.shape or ("9B" if on_gpu else "tiny"), args.device, dtype)
+    print(json.dumps({"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}))
+    for text in (args.loads or (_GPU_LOADS if on_gpu else _CPU_LOADS)).split(","):
+        load = Load(*map(int, text.split("x")))
+        for new_tokens in args.new_tokens:
+            for row in measure(model, load, new_tokens, args.repetitions):
+                print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
