@@ -106,6 +106,14 @@ def delta_rule_budget(
     return (narrow + sums) * (4 if hard else 1)
 
 
+def gate_budget(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Largest relative error allowed of each ``g``, ``[T, H_v]`` in fp64: the sum ``x = a + dt_bias`` and, before the
+    exponential, its product with ``log2 e`` are rounded, ``|x|`` roundoffs each; so is ``a_log``'s product; and four
+    roundoffs for each of two exponentials, a series, a quotient and the product."""
+    x = a.double() + dt_bias.double()
+    return (2 * x.abs() + a_log.double().abs() + 20) * _UNIT_ROUNDOFF[torch.float32]
+
+
 def conv_budget(dtype: torch.dtype, pool_dtype: torch.dtype) -> float:
     """Largest relative error allowed of the convolution's output: one rounding of the result and of the history, and
     fp32 sums of up to 9 terms before a SiLU that can double their error."""

@@ -8,14 +8,12 @@ kernels' launchers on CPU tensors under Triton's interpreter, on smaller shapes;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from ops_harness import BACKENDS, Backend
+from ops_harness import BACKENDS, INTERPRETING, Backend
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _NAMES = ["interpreter"] if INTERPRETING else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -32,6 +30,15 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter walks a whole tile of the convolution for every segment, so give it the shortest that works."""
+    if INTERPRETING:
+        from ckpt_ops import launch_conv
+
+        monkeypatch.setattr(launch_conv, "TILE", 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:

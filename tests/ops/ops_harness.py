@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ import ckpt_ops
 from ckpt_ops import Segment, SegmentTable
 from ckpt_ops.reference import causal_conv1d_prefill_reference, gdn_prefill_reference
 from ckpt_ops.testing import DeltaRuleInputs, delta_rule_budget, relative_error
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,31 @@ class Backend:
             return launch.causal_conv1d_decode(x, weight, bias, pool, slots, activation), pool
         return ckpt_ops.causal_conv1d_decode(x, weight, bias, pool, slots, activation=activation), pool  # type: ignore[arg-type]
 
+    def conv_gates(
+        self, tokens: Sequence[Tensor | None], states: Tensor, table: SegmentTable, activation: str | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """``tokens``: x, weight, bias, a, b, a_log, dt_bias. Results and pool after it."""
+        moved, pool = self._move_all(tokens), states.to(self.device, copy=True)
+        if self.direct:
+            from ckpt_ops import launch
+
+            links = (table.cu_seqlens, pool, table.sources, table.destinations, table.parents)
+            return launch.conv_gates_prefill(*moved, *links, activation), pool
+        return ckpt_ops.conv_gates_prefill(*moved, pool, table, activation=activation), pool
+
+    def conv_gates_decode(
+        self, tokens: Sequence[Tensor | None], states: Tensor, slots: Tensor, activation: str | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        moved, pool, slots = self._move_all(tokens), states.to(self.device, copy=True), slots.to(self.device)
+        if self.direct:
+            from ckpt_ops import launch
+
+            return launch.conv_gates_decode(*moved, pool, slots, activation), pool
+        return ckpt_ops.conv_gates_decode(*moved, pool, slots, activation=activation), pool
+
+    def _move_all(self, tokens: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        return tuple(None if x is None else _move_view(x, self.device) for x in tokens)
+
     def _move(self, inputs: DeltaRuleInputs) -> tuple[Tensor, ...]:
         if self.device == "cpu":
             return inputs.tensors()
@@ -151,7 +180,7 @@ class Backend:
 
 def _move_view(x: Tensor, device: str) -> Tensor:
     """Copy to the device with the strides kept, where ``Tensor.to`` would make a dense tensor of a slice."""
-    if x.is_contiguous():
+    if x.is_contiguous() or device == "cpu":
         return x.to(device)
     base = x.as_strided((x.untyped_storage().size() // x.element_size(),), (1,), 0).to(device)
     return base.as_strided(x.shape, x.stride(), x.storage_offset())
