@@ -100,6 +100,7 @@ class PlanDraft:
             if source >= 0 and source == request.slot:
                 # This step still reads the slot, so nothing in it may write there; the request goes on in another.
                 request.retired_slot, request.slot = request.slot, None
+                self._admission.took(-1, 0)  # the other slot is set aside until it is needed
             source, before, at, base = -1, checkpoint.kv, stop, checkpoint
         self._end_at_boundary(request, base, parent, source)
 
@@ -158,8 +159,7 @@ class PlanDraft:
     def _own_slot(self, request: Request) -> int:
         if request.slot is None:
             request.slot = self._slots.acquire(request.request_id)
-            if request.retired_slot is None:
-                self._admission.took(1, 0)
+            self._admission.took(1, 0)
         return request.slot
 
     def _own_kv(self, request: Request, parent: KVSegment | None) -> KVSegment:

@@ -106,6 +106,12 @@ class TestLimits:
         assert len(run_to_the_end(sim)) == 3
         assert [r.cached_tokens for r in requests] == [0, 0, 0]
 
+    def test_two_boundaries_in_the_step_that_leaves_a_slot_behind(self) -> None:
+        """The old slot is still read, both checkpoints want one, and so does the request itself: too many for all."""
+        sim = Simulation(300, memory_bytes=8 * BYTES_PER_SLOT)
+        sim.add([*range(300, 479), *ANCHOR, *range(100)], [329, 479], ephemeral=[479])
+        assert len(run_to_the_end(sim)) == 1
+
     def test_a_cached_checkpoint_makes_room_for_a_request(self) -> None:
         sim = Simulation(1000, memory_bytes=2 * BYTES_PER_SLOT + 201 * BYTES_PER_TOKEN)
         sim.add(ANCHOR[:100], [100], decode=False)
