@@ -10,7 +10,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
@@ -107,43 +106,38 @@ class PackedGatedDeltaNetMixin:
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def _packed_forward(self: Any, hidden_states: Tensor, cache: PackedCache) -> Tensor:
-        tokens = hidden_states.shape[1]
-        mixed = self.in_proj_qkv(hidden_states)[0]
-        beta = self.in_proj_b(hidden_states)[0].sigmoid()
-        # In half precision a decay rate read without the cast can overflow.
-        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states)[0].float() + self.dt_bias)
-        mixed = self._convolve(mixed, cache)
-        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        query = query.view(tokens, self.num_k_heads, self.head_k_dim)
-        key = key.view(tokens, self.num_k_heads, self.head_k_dim)
-        value = value.view(tokens, self.num_v_heads, self.head_v_dim)
-        output = self._recur((query, key, value, decay, beta), cache)
+        tokens, at = hidden_states.shape[1], cache.batch.prefill_tokens
+        projected = (self.in_proj_qkv(hidden_states), self.in_proj_a(hidden_states), self.in_proj_b(hidden_states))
+        outputs = []
+        if cache.batch.table is not None:
+            outputs.append(self._prefill([x[0, :at] for x in projected], cache))
+        if cache.batch.slots is not None:
+            outputs.append(self._decode([x[0, at:] for x in projected], cache))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         gate = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
         normed = self.norm(output.reshape(-1, self.head_v_dim), gate)
         return self.out_proj(normed.reshape(1, tokens, -1))
 
-    def _recur(self: Any, inputs: tuple[Tensor, ...], cache: PackedCache) -> Tensor:
-        """The recurrence: prefill columns in chunks, decode columns token by token whatever runs beside them."""
-        states, batch = cache.states.recurrent[self.layer_idx], cache.batch
-        at, outputs = batch.prefill_tokens, []
-        if batch.table is not None:
-            q, k, v, g, beta = (x[:at] for x in inputs)
-            outputs.append(ckpt_ops.two_phase_gdn_prefill(q, k, v, g, beta, states, batch.table))
-        if batch.slots is not None:
-            q, k, v, g, beta = (x[at:] for x in inputs)
-            outputs.append(ckpt_ops.gdn_decode(q, k, v, g, beta, states, batch.slots))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _prefill(self: Any, projected: list[Tensor], cache: PackedCache) -> Tensor:
+        """Prefill columns, in chunks."""
+        pools, table = cache.states, cache.batch.table
+        conv = self._convolution(projected, pools.conv[self.layer_idx])
+        mixed, g, beta = ckpt_ops.conv_gates_prefill(*conv, table, activation="silu")
+        return ckpt_ops.two_phase_gdn_prefill(*self._heads(mixed), g, beta, pools.recurrent[self.layer_idx], table)
 
-    def _convolve(self: Any, mixed: Tensor, cache: PackedCache) -> Tensor:
+    def _decode(self: Any, projected: list[Tensor], cache: PackedCache) -> Tensor:
+        """Decode columns, token by token whatever runs beside them."""
+        pools, slots = cache.states, cache.batch.slots
+        conv = self._convolution(projected, pools.conv[self.layer_idx])
+        mixed, g, beta = ckpt_ops.conv_gates_decode(*conv, slots, activation="silu")
+        return ckpt_ops.gdn_decode(*self._heads(mixed), g, beta, pools.recurrent[self.layer_idx], slots)
+
+    def _convolution(self: Any, projected: list[Tensor], states: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, a, b = projected
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        states, batch = cache.states.conv[self.layer_idx], cache.batch
-        at, outputs = batch.prefill_tokens, []
-        if batch.table is not None:
-            outputs.append(
-                ckpt_ops.causal_conv1d_prefill(mixed[:at], weight, bias, states, batch.table, activation="silu")
-            )
-        if batch.slots is not None:
-            outputs.append(
-                ckpt_ops.causal_conv1d_decode(mixed[at:], weight, bias, states, batch.slots, activation="silu")
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return mixed, weight, bias, a, b, self.A_log, self.dt_bias, states
+
+    def _heads(self: Any, mixed: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        keys_shape = (-1, self.num_k_heads, self.head_k_dim)
+        return query.view(keys_shape), key.view(keys_shape), value.view(-1, self.num_v_heads, self.head_v_dim)

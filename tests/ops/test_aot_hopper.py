@@ -20,8 +20,7 @@ from ckpt_ops.blocks import choose_config
 from ckpt_ops.testing import make_delta_rule_inputs, make_pool
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Few segments get slices of 64 of D_v, many get 128. Every value of each column with every one of BV, D_k and the
-# tokens' dtype; states' dtype and the value heads of a key head take turns, as the code hardly depends on them.
+# Every D_k with every dtype of tokens; the states' dtype and the value heads of a key head take turns.
 CHAINS = [
     (64, BF16, F32, 1),
     (64, F16, BF16, 4),
@@ -68,12 +67,12 @@ def test_chain(launch: Launch, dim_k: int, dtype: torch.dtype, states: torch.dty
     check_all_fit(launch(dim_k, dtype, group, states, consumers=2)["_CHAIN"], 90, gluon())
 
 
-@pytest.mark.parametrize("consumers", [2, 30], ids=["in one launch", "in two"])
+@pytest.mark.parametrize("consumers", [2, 140], ids=["in one launch", "in two"])
 @pytest.mark.parametrize(("dim_k", "dtype", "group"), INTRAS, ids=str)
 def test_intra(launch: Launch, dim_k: int, dtype: torch.dtype, group: int, consumers: int) -> None:
     """With many Consumers the later phases' part is launched beside the first walk, in a form of its own."""
     recorder = launch(dim_k, dtype, group, F32, consumers)["_INTRA"]
-    assert len(recorder.launches) == (2 if consumers * 2 * group > 264 - 12 * group else 1)
+    assert len(recorder.launches) == (1 if consumers == 2 else 2)
     check_all_fit(recorder, 90, gluon())
 
 
