@@ -155,6 +155,9 @@ BUILDERS: dict[str, Builder] = {
     "independent": independent,
 }
 
+YARDSTICKS = dict.fromkeys(BUILDERS, ("copy",)) | {"forest": ("path", "in_full"), "independent": ("plain",)}
+"""Names of what stands beside each piece, known before it is built."""
+
 
 def measure_pieces(shape: Shape, timer: Timer, seed: int, failures: list[str]) -> Iterator[list[Row]]:
     """Check, then time, each piece and its yardsticks; ratios are against ours."""
