@@ -165,7 +165,8 @@ def measure_pieces(shape: Shape, timer: Timer, seed: int, failures: list[str]) -
         timings: dict[tuple[str, str], tuple[Timing, float | None]] = {}
         try:
             piece = build(shape, timer.device, seed)
-            name, error = piece.name, piece.check()
+            name = piece.name
+            error = piece.check()
             for arm, run in {OURS: piece.run, **piece.yardsticks}.items():
                 for mode, time_it in timer.modes().items():
                     timings[arm, mode] = time_it(run), error if arm == OURS else None
