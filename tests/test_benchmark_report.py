@@ -17,7 +17,7 @@ from benchmarks.compare import compare, format_comparisons
 from benchmarks.figure import FLOOR, IN_FULL, LEGACY, OURS, collect, spread
 from benchmarks.figure import main as draw_figure
 from benchmarks.floors import bytes_moved
-from benchmarks.loads import SHARD, WHOLE_LAYER, Load, on_cpu
+from benchmarks.loads import SHARD, WHOLE_LAYER, Load, Shape, on_cpu
 from benchmarks.measure import GRAPH_OF_MANY, Timer, Timing
 from benchmarks.peers import PEERS
 from benchmarks.report import main, parse_arguments, plan
@@ -34,6 +34,7 @@ def test_the_published_loads_and_shapes() -> None:
     assert [(load.producers, load.consumers) for load in loads] == [((512,), (64,) * n) for n in (1, 2, 4, 8, 16)]
     assert shard_loads == quarter_loads == loads
     options = parse_arguments([])
+    assert [shape.name for shape in (whole, quarter, shard)] == ["16/32", "4/8", "4/8+conv"]
     assert (options.warmups, options.repetitions, options.seed) == (5, 20, 1)
 
 
@@ -145,6 +146,16 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         assert comparison["in_full"]["arm"] == "in_full"
         assert comparison["floor"] == table["floors"]["1 x 9 + 2 x 3"] > 0
         assert (table["heads"], table["conv_width"]) == ([shape.heads_k, shape.heads_v], shape.conv_width)
+
+
+def test_report_of_parts_of_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.report.WHOLE_LAYER", Shape(4, 8, 16))
+    monkeypatch.setattr("benchmarks.report.QUARTER", Shape(8, 8, 16))
+    target = tmp_path / "figures.json"
+    arguments = ["--device", "cpu", "--no-model", "--no-loads", "--parts", "--shapes", "1/2", "--warmups", "1"]
+    assert main([*arguments, "--repetitions", "1", "--json", str(target)]) == 0
+    [table] = json.loads(target.read_text())["tables"]
+    assert {row["arm"] for row in table["rows"]} == {"ours", "copy", "path", "in_full", "plain"}
 
 
 def test_report_names_a_wrong_arm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
