@@ -63,10 +63,9 @@ def collect(files: Sequence[dict[str, Any]], heads: tuple[int, int], mode: str) 
                     points, count = seen.setdefault(name, {}), loads[row["load"]]
                     points[count] = min(points.get(count, float("inf")), row["timing"]["median"])
         for name, points in seen.items():
-            if name == IN_FULL and name in best:
-                best[name] = {count: min(micros, best[name].get(count, micros)) for count, micros in points.items()}
-            else:
-                best.setdefault(name, points)
+            known = best.setdefault(name, {})
+            for count, micros in points.items():
+                known[count] = min(micros, known.get(count, micros)) if name == IN_FULL else known.get(count, micros)
     return [Line(name, _label(name, versions), _color(name), dict(sorted(best[name].items()))) for name in best]
 
 

@@ -22,6 +22,11 @@ class Shape:
     conv_width: int = 0
 
     @property
+    def name(self) -> str:
+        """Heads and part in short: ``16/32`` or ``4/8+conv``."""
+        return f"{self.heads_k}/{self.heads_v}" + ("+conv" if self.conv_width else "")
+
+    @property
     def title(self) -> str:
         """What is timed, for the head of a table."""
         part = f"convolution of {self.conv_width}, split, gates, delta rule" if self.conv_width else "delta rule alone"

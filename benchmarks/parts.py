@@ -98,13 +98,25 @@ class Layer(Part):
 
     def chunked(self, tokens: Tokens, table: SegmentTable) -> Tensor:
         mixed, a, b = tokens
-        q, k, v = self._split(self._convolve(mixed, table))
-        decay = -self.raw.a_log.exp() * softplus(a.float() + self.raw.dt_bias)
-        return _chunked_delta_rule(q, k, v, decay, b.sigmoid(), self.pools[0], table)
+        mixed, decay, strength = ckpt_ops.conv_gates_prefill(
+            mixed,
+            self.weight,
+            None,
+            a,
+            b,
+            self.raw.a_log,
+            self.raw.dt_bias,
+            self.pools[1],
+            table,
+            activation="silu",
+        )
+        q, k, v = self._split(mixed)
+        return _chunked_delta_rule(q, k, v, decay, strength, self.pools[0], table)
 
     def token_serial(self, tokens: Tokens, table: SegmentTable) -> Tensor:
         mixed, a, b = tokens
-        q, k, v = self._split(self._convolve(mixed, table))
+        convolved = ckpt_ops.causal_conv1d_prefill(mixed, self.weight, None, self.pools[1], table, activation="silu")
+        q, k, v = self._split(convolved)
         return token_serial(q, k, v, a, b, self.pools[0], table, self.raw)
 
     def reference(self, table: SegmentTable) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -116,9 +128,6 @@ class Layer(Part):
         decay = -self.raw.a_log.double().exp() * softplus(a.double() + self.raw.dt_bias)
         out, states = gdn_prefill_reference(q, k, v, decay, b.double().sigmoid(), self.pools[0], table)
         return out, (states, histories)
-
-    def _convolve(self, mixed: Tensor, table: SegmentTable) -> Tensor:
-        return ckpt_ops.causal_conv1d_prefill(mixed, self.weight, None, self.pools[1], table, activation="silu")
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.shape

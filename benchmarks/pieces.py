@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -113,17 +114,20 @@ def forest(shape: Shape, device: torch.device, seed: int) -> Piece:
     segments += [Segment(document, parent=0, destination=2 + i) for i in range(4)]
     segments += [Segment(question, parent=1 + i % 4, destination=6 + i) for i in range(32)]
     part, table = _delta_rule(shape, segments, device, seed)
-    path_part, path = _delta_rule(shape, _chain((prefix, document, question)), device, seed)
-    prompts = [Segment(prefix + document + question, source=START_SLOT, destination=1 + i) for i in range(32)]
-    full_part, full = _delta_rule(shape, prompts, device, seed)
+    slots = table.num_slots
+    bounds = list(accumulate((segment.length for segment in segments), initial=0))
+    lineages = [(0, 1 + i % 4, 5 + i) for i in range(32)]
+    rows = [torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in lineage]).to(device) for lineage in lineages]
+    alone = tuple(x[rows[0]] for x in part.tokens)
+    path = SegmentTable.build(_chain((prefix, document, question)), slots, device)
+    together = tuple(x[torch.cat(rows)] for x in part.tokens)
+    prompts = [Segment(len(row), source=START_SLOT, destination=1 + i) for i, row in enumerate(rows)]
+    full = SegmentTable.build(prompts, slots, device)
     return Piece(
         "forest of depth 3",
         lambda: part.chunked(part.tokens, table),
         lambda: _check(part, table, part.chunked),
-        {
-            "path": lambda: path_part.chunked(path_part.tokens, path),
-            "in_full": lambda: full_part.chunked(full_part.tokens, full),
-        },
+        {"path": lambda: part.chunked(alone, path), "in_full": lambda: part.chunked(together, full)},
     )
 
 
@@ -155,6 +159,9 @@ BUILDERS: dict[str, Builder] = {
     "independent": independent,
 }
 
+YARDSTICKS = dict.fromkeys(BUILDERS, ("copy",)) | {"forest": ("path", "in_full"), "independent": ("plain",)}
+"""Names of what stands beside each piece, known before it is built."""
+
 
 def measure_pieces(shape: Shape, timer: Timer, seed: int, failures: list[str]) -> Iterator[list[Row]]:
     """Check, then time, each piece and its yardsticks; ratios are against ours."""
@@ -162,7 +169,8 @@ def measure_pieces(shape: Shape, timer: Timer, seed: int, failures: list[str]) -
         timings: dict[tuple[str, str], tuple[Timing, float | None]] = {}
         try:
             piece = build(shape, timer.device, seed)
-            name, error = piece.name, piece.check()
+            name = piece.name
+            error = piece.check()
             for arm, run in {OURS: piece.run, **piece.yardsticks}.items():
                 for mode, time_it in timer.modes().items():
                     timings[arm, mode] = time_it(run), error if arm == OURS else None

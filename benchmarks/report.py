@@ -34,10 +34,10 @@ def measure_load(
 ) -> list[Row]:
     """Check, then time, each arm on one load."""
     work = Workload(shape, load, timer.device, seed)
-    timings: dict[tuple[str, str], tuple[Timing, float]] = {}
+    timings: dict[tuple[str, str], tuple[Timing, float | None]] = {}
     for kind in arms:
         try:
-            timings |= measure_arm(kind, work, timer)
+            measure_arm(kind, work, timer, timings)
         except Exception as failure:  # a wrong result, no memory, or whatever a peer raises
             failures.append(f"{kind.title}: {load.name}: {type(failure).__name__}: {failure}")
         if timer.device.type == "cuda":
@@ -45,11 +45,14 @@ def measure_load(
     return make_rows(load.name, timings, BASELINE)
 
 
-def measure_arm(kind: type[Arm], work: Workload, timer: Timer) -> dict[tuple[str, str], tuple[Timing, float]]:
-    """Timing and error of one arm in each mode."""
+def measure_arm(
+    kind: type[Arm], work: Workload, timer: Timer, timings: dict[tuple[str, str], tuple[Timing, float | None]]
+) -> None:
+    """Add one arm's timing and error in each mode; a mode that fails leaves those before it."""
     arm = kind(work)
     error = arm.check()
-    return {(kind.name, mode): (time_it(arm.run), error) for mode, time_it in timer.modes().items()}
+    for mode, time_it in timer.modes().items():
+        timings[kind.name, mode] = time_it(arm.run), error
 
 
 def plan(device: torch.device, long: bool) -> list[tuple[Shape, tuple[Load, ...]]]:
@@ -66,6 +69,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:N]")
     parser.add_argument("--arms", nargs="+", choices=known, default=known, metavar="ARM", help=", ".join(known))
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="NAME", help="of 16/32, 4/8 and 4/8+conv on a GPU; all by default"
+    )
     parser.add_argument("--long", action="store_true", help="on a GPU, the loads of 8192 tokens and more too")
     parser.add_argument("--cold", action="store_true", help="on a GPU, clear the L2 cache before each timed call")
     parser.add_argument(
@@ -111,6 +117,8 @@ def report_loads(options: argparse.Namespace, timer: Timer, figures: dict[str, A
     figures["environment"]["copy bandwidth"] = f"{bandwidth / 1e9:.0f} GB/s read and written"
     print(f"floor: the bytes that must move, at the {bandwidth / 1e9:.0f} GB/s of a copy here\n")
     for shape, loads in plan(timer.device, options.long):
+        if options.shapes and shape.name not in options.shapes:
+            continue
         arms = tuple(arm for arm in ARMS if arm.name in options.arms)
         arms += peer_arms(shape, timer.device, options.peers)
         titles = {arm.name: arm.title for arm in arms}
@@ -134,6 +142,8 @@ def report_pieces(options: argparse.Namespace, timer: Timer, figures: dict[str, 
     failures: list[str] = []
     shapes = (WHOLE_LAYER, QUARTER)
     for shape in shapes if timer.device.type == "cuda" else map(on_cpu, shapes):
+        if options.shapes and shape.name not in options.shapes:
+            continue
         rows = [row for rows in measure_pieces(shape, timer, options.seed, failures) for row in rows]
         title = (
             f"parts: H_k {shape.heads_k}, H_v {shape.heads_v}, D {shape.dim}; ratio: how many times faster than ours"

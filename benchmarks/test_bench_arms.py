@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -13,15 +12,21 @@ pytest.importorskip("pytest_benchmark")
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.arms import ARMS, Arm
+from benchmarks.conftest import time_with
 from benchmarks.loads import Load, Shape
-from benchmarks.measure import Timer, capture
+from benchmarks.measure import EAGER, MODES, Timer
 from benchmarks.peers import peer_arms
 from benchmarks.report import plan
 from benchmarks.workload import Workload
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES = [
-    pytest.param(shape, load, arm, id=f"{shape.heads_k}-{shape.heads_v}-{load.name.replace(' ', '')}-{arm.name}")
+    pytest.param(
+        shape,
+        load,
+        arm,
+        id=f"{shape.heads_k}-{shape.heads_v}{'-conv' * bool(shape.conv_width)}-{load.name.replace(' ', '')}-{arm.name}",
+    )
     for shape, loads in plan(DEVICE, long=False)
     for load in loads
     for arm in (*ARMS, *peer_arms(shape, DEVICE))
@@ -34,18 +39,10 @@ def workload(shape: Shape, load: Load) -> Workload:
     return Workload(shape, load, DEVICE)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("mode", MODES if DEVICE.type == "cuda" else [EAGER])
 @pytest.mark.parametrize(("shape", "load", "kind"), CASES)
 def test_arm(benchmark: BenchmarkFixture, timer: Timer, shape: Shape, load: Load, kind: type[Arm], mode: str) -> None:
-    if mode == "graph" and DEVICE.type != "cuda":
-        pytest.skip("CUDA graphs need a CUDA device")
     arm = kind(workload(shape, load))
     benchmark.group = f"{shape.title} | {load.name} | {mode}"
     benchmark.extra_info["error"] = arm.check()
-    run: Callable[[], object] = arm.run if mode == "eager" else capture(arm.run)
-
-    def call() -> None:
-        run()
-        timer.synchronize()
-
-    benchmark.pedantic(call, rounds=timer.repetitions, warmup_rounds=timer.warmups)
+    time_with(benchmark, timer, arm.run, mode)

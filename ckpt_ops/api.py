@@ -109,7 +109,7 @@ def gdn_decode(
     Args:
         q, k, v, g, beta, states, scale: as in :func:`gdn_prefill`, with B rows.
         slots: int32 ``[B]``; row b reads and writes slot ``slots[b]``. -1 writes nothing and outputs zeros. Slots
-            other than -1 must differ and lie in the pool: their values are on the device and are not checked.
+            other than -1 must differ and lie in the pool: on a GPU their values are not checked, as that would sync.
 
     Returns:
         ``[B, H_v, D_v]`` in ``v``'s dtype.

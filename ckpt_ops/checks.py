@@ -105,6 +105,19 @@ def check_table(table: SegmentTable, tokens: Tensor, name: str, states: Tensor) 
         raise ArgumentError(f"table must be on {tokens.device} with {name}, got {table.cu_seqlens.device}")
 
 
+def rows_in_use(slots: Tensor, num_slots: int) -> Tensor:
+    """Rows of a decode step whose slot is not -1, int64; refuses slots that a kernel would write out of bounds or in
+    any order. Reads values, so it is for a CPU, where that costs nothing."""
+    rows = torch.nonzero(slots != -1).flatten()
+    held: list[int] = slots[rows].tolist()
+    for row, slot in zip(rows.tolist(), held, strict=True):
+        if not 0 <= slot < num_slots:
+            raise ArgumentError(f"slots[{row}] must be -1 or from 0 to {num_slots - 1}, got {slot}")
+    if len(set(held)) < len(held):
+        raise ArgumentError(f"slots other than -1 must differ, got {slots.tolist()}")
+    return rows
+
+
 def check_slots(slots: Tensor, tokens: Tensor, name: str) -> None:
     if not isinstance(slots, Tensor):
         raise ArgumentError(f"slots must be a tensor, got {type(slots).__name__}")

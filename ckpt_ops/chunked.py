@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ckpt_ops.checks import rows_in_use
 from ckpt_ops.reference import l2_normalize
 
 CHUNK = 64
@@ -228,7 +229,7 @@ def gdn_decode(
 ) -> Tensor:
     """One token for each row, states in place; arguments as the registered op."""
     out = v.new_zeros(v.shape)
-    rows = torch.nonzero(slots >= 0).flatten()
+    rows = rows_in_use(slots, states.shape[0])
     if rows.numel() == 0:
         return out
     dtype = work_dtype(q, k, v, g, beta)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ckpt_ops.checks import rows_in_use
 from ckpt_ops.chunked import work_dtype
 
 
@@ -125,7 +126,7 @@ def causal_conv1d_decode(
 ) -> Tensor:
     """One token for each row, states in place; arguments as the registered op."""
     out = x.new_zeros(x.shape)
-    rows = torch.nonzero(slots >= 0).flatten()
+    rows = rows_in_use(slots, states.shape[0])
     dtype = work_dtype(x, weight)
     held, token = slots[rows].long(), x[rows]
     old = states[held]

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.arms import ARMS, TwoPhase
-from benchmarks.loads import SHARD, WHOLE_LAYER, Load, on_cpu
-from benchmarks.measure import Timer, Timing
+from benchmarks.compare import compare, format_comparisons
+from benchmarks.figure import FLOOR, IN_FULL, LEGACY, OURS, collect, spread
+from benchmarks.figure import main as draw_figure
+from benchmarks.floors import bytes_moved
+from benchmarks.loads import SHARD, WHOLE_LAYER, Load, Shape, on_cpu
+from benchmarks.measure import GRAPH_OF_MANY, Timer, Timing
+from benchmarks.peers import PEERS
 from benchmarks.report import main, parse_arguments, plan
-from benchmarks.tables import format_table, make_rows
+from benchmarks.tables import Row, format_table, make_rows
 
 SHAPES = [on_cpu(WHOLE_LAYER), on_cpu(SHARD)]
 
 
 def test_the_published_loads_and_shapes() -> None:
-    (whole, loads), (shard, shard_loads) = plan(torch.device("cuda"), long=False)
+    (whole, loads), (quarter, quarter_loads), (shard, shard_loads) = plan(torch.device("cuda"), long=False)
     assert (whole.heads_k, whole.heads_v, whole.dim, whole.dtype) == (16, 32, 128, torch.bfloat16)
+    assert (quarter.heads_k, quarter.heads_v, quarter.conv_width) == (4, 8, 0)
     assert (shard.heads_k, shard.heads_v, shard.conv_width) == (4, 8, 4)
     assert [(load.producers, load.consumers) for load in loads] == [((512,), (64,) * n) for n in (1, 2, 4, 8, 16)]
-    assert shard_loads == loads
+    assert shard_loads == quarter_loads == loads
     options = parse_arguments([])
+    assert [shape.name for shape in (whole, quarter, shard)] == ["16/32", "4/8", "4/8+conv"]
     assert (options.warmups, options.repetitions, options.seed) == (5, 20, 1)
 
 
@@ -39,6 +49,78 @@ def test_summary_and_ratio() -> None:
     assert lines[0] == "title"
     assert "the fast one" in lines[4]
     assert "3.00" in lines[4]
+
+
+def _row(arm: str, median: float, load: str = "1 x 512 + 16 x 64", mode: str = GRAPH_OF_MANY) -> Row:
+    return Row(load, arm, mode, Timing(median, median, median), None, 1e-3)
+
+
+def test_comparisons_take_the_best_of_each_project() -> None:
+    rows = [_row("two_phase", 50), _row("fla_two_calls", 250), _row("fla_one_by_one", 700), _row("in_full", 400)]
+    rows += [_row("flashinfer_two_calls", 100), _row("flashinfer_split", 80), _row("flashinfer_in_full", 300)]
+    rows += [_row("flashinfer_split", 10, mode="eager"), _row("flashinfer_split", 10, load="another")]
+    arms = [arm for arms in (ARMS, *PEERS.values()) for arm in arms]
+    [comparison] = compare(rows, arms, {"1 x 512 + 16 x 64": 20.0})
+    assert {project: (best.arm, best.ratio) for project, best in comparison.peers.items()} == {
+        "FLA": ("fla_two_calls", 5.0),
+        "FlashInfer": ("flashinfer_split", 1.6),
+    }
+    assert comparison.in_full is not None
+    assert (comparison.in_full.arm, comparison.in_full.ratio) == ("flashinfer_in_full", 6.0)
+    printed = format_comparisons("title", [comparison], {arm.name: arm.title for arm in arms})
+    assert "250.0 x5.00 1.0e-03" in printed
+    assert " 40%" in printed
+
+
+def test_bytes_of_the_floor() -> None:
+    tokens = 2 * (2 * 16 + 2 * 32) * 128 + 4 * 2 * 32
+    states = 32 * 128 * 128 * 4
+    assert bytes_moved(WHOLE_LAYER, Load.of(1, 512, 16, 64)) == 1536 * tokens + 18 * states
+    layer = 2 * (2 * 4 + 2 * 8) * 128 + 2 * 2 * 8
+    assert bytes_moved(SHARD, Load.of(2, 5, 3, 7)) == 31 * layer + 7 * (8 * 128 * 128 * 4 + 3 * 2 * 16 * 128)
+
+
+def _figures(rows: list[Row], installed: dict[str, str]) -> dict[str, object]:
+    loads = {f"1 x 512 + {n} x 64": n for n in (1, 16)} | {"1 x 8192 + 64 x 128": 64}
+    environment = {"device": "a GPU", "flash-linear-attention": "0.6.0", "flashinfer-python": "not installed"}
+    table = {"heads": [16, 32], "conv_width": 0, "consumers": loads, "floors": dict.fromkeys(loads, 5.0)}
+    table["rows"] = [asdict(row) for row in rows]
+    return {"environment": {**environment, "flash-qla": "not installed", **installed}, "tables": [table]}
+
+
+def test_figure_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    one, many, long = ("1 x 512 + 1 x 64", "1 x 512 + 16 x 64", "1 x 8192 + 64 x 128")
+    first = [_row("two_phase", 20, one), _row("two_phase", 50, many), _row("two_phase", 900, long)]
+    first += [_row("legacy", 600, one), _row("in_full", 60, one), _row("in_full", 400, many)]
+    first += [_row("fla_two_calls", 250, many), _row("fla_one_by_one", 240, many), _row("two_calls", 1, many)]
+    second = [_row("two_phase", 21, one), _row("flash_qla_two_calls", 160, many), _row("flash_qla_in_full", 300, many)]
+    files = [_figures(first, {}), _figures(second, {"flash-qla": "0.1.3"})]
+    lines = {line.name: line for line in collect(files, (16, 32), GRAPH_OF_MANY)}
+    assert {name: line.points for name, line in lines.items()} == {
+        OURS: {1: 20, 16: 50},
+        LEGACY: {1: 600},
+        IN_FULL: {1: 60, 16: 300},
+        FLOOR: {1: 5.0, 16: 5.0},
+        "FLA": {16: 240},
+        "FlashQLA": {16: 160},
+    }
+    assert [lines[name].label for name in ("FLA", "FlashQLA")] == ["FLA 0.6.0", "FlashQLA 0.1.3"]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, content in zip(paths, files, strict=True):
+        path.write_text(json.dumps(content))
+    target = tmp_path / "picture.png"
+    assert draw_figure([*map(str, paths), "--output", str(target)]) == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert draw_figure([str(paths[0]), "--heads", "4", "8", "--output", str(target)]) == 1
+    assert "no times of" in capsys.readouterr().err
+
+
+@given(st.lists(st.floats(1, 1e4), min_size=1, max_size=8), st.floats(1.01, 1.5))
+def test_labels_are_spread_in_order(heights: list[float], gap: float) -> None:
+    places = spread(heights, gap)
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    assert all(places[high] >= places[low] * gap * 0.99 for low, high in pairwise(order))
 
 
 def test_timer_counts_calls() -> None:
@@ -58,7 +140,22 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert torch.__version__ in printed
     assert all(arm.title in printed for arm in ARMS)
     assert [len(table["rows"]) for table in figures["tables"]] == [len(ARMS)] * 2
-    assert {"device", "torch", "triton", "commit"} <= set(figures["environment"])
+    assert {"device", "torch", "triton", "commit", "copy bandwidth"} <= set(figures["environment"])
+    for shape, table in zip(SHAPES, figures["tables"], strict=True):
+        [comparison] = table["comparisons"]
+        assert comparison["in_full"]["arm"] == "in_full"
+        assert comparison["floor"] == table["floors"]["1 x 9 + 2 x 3"] > 0
+        assert (table["heads"], table["conv_width"]) == ([shape.heads_k, shape.heads_v], shape.conv_width)
+
+
+def test_report_of_parts_of_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.report.WHOLE_LAYER", Shape(4, 8, 16))
+    monkeypatch.setattr("benchmarks.report.QUARTER", Shape(8, 8, 16))
+    target = tmp_path / "figures.json"
+    arguments = ["--device", "cpu", "--no-model", "--no-loads", "--parts", "--shapes", "1/2", "--warmups", "1"]
+    assert main([*arguments, "--repetitions", "1", "--json", str(target)]) == 0
+    [table] = json.loads(target.read_text())["tables"]
+    assert {row["arm"] for row in table["rows"]} == {"ours", "copy", "path", "in_full", "plain"}
 
 
 def test_report_names_a_wrong_arm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +164,8 @@ def test_report_names_a_wrong_arm(capsys: pytest.CaptureFixture[str], monkeypatc
     arguments = ["--device", "cpu", "--no-model", "--warmups", "1", "--repetitions", "1", "--arms", "two_phase"]
     assert main(arguments) == 1
     printed = capsys.readouterr()
-    assert "not timed: two-phase, one packed call: 1 x 9 + 2 x 3: relative error" in printed.err
+    assert "not timed: two-phase, one packed call: 1 x 9 + 2 x 3: RuntimeError: " in printed.err
+    assert "relative error" in printed.err
     assert TwoPhase.title not in printed.out
 
 

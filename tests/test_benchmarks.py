@@ -7,16 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-import ckpt_ops
 from benchmarks.arms import ARMS, Arm, InFull, TokenSerialBatched, TwoPhase
 from benchmarks.loads import SHARD, WHOLE_LAYER, Load, Shape, on_cpu
-from benchmarks.measure import capture
-from benchmarks.peers import FlaInFull, FlaOneByOne, FlaTwoCalls, peer_arms
+from benchmarks.measure import GRAPH_CALLS, Timer, capture
 from benchmarks.token_serial import RawGates
 from benchmarks.workload import START_SLOT, Workload
 from ckpt_ops import Segment, SegmentTable
@@ -37,28 +34,6 @@ def test_arm_agrees_with_fp64(kind: type[Arm], shape: Shape, dtype: torch.dtype)
     assert arm.check() <= work.part.budget
     arm.check()  # again: a run leaves nothing behind that the next one would read
     assert all(torch.equal(pool[START_SLOT], before) for pool, before in zip(work.part.pools, start, strict=True))
-
-
-@pytest.mark.parametrize("kind", [FlaInFull, FlaOneByOne, FlaTwoCalls], ids=lambda arm: arm.name)
-def test_peer_arm_moves_states_to_where_they_belong(kind: type[Arm], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the peer's function, which needs a GPU: packed states in and out, one sequence batch."""
-
-    def chunk_gated_delta_rule(
-        *tokens: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, **options: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert options == {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        states, slots = initial_state.clone(), range(len(initial_state))
-        table = SegmentTable.from_cu_seqlens(cu_seqlens.tolist(), len(slots), "cpu", sources=slots, destinations=slots)
-        out = ckpt_ops.gdn_prefill(*(x[0] for x in tokens), states, table)
-        return out[None], states
-
-    stand_in = ModuleType("fla.ops.gated_delta_rule")
-    stand_in.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
-    for name, module in (("fla", ModuleType("fla")), ("fla.ops", ModuleType("fla.ops")), (stand_in.__name__, stand_in)):
-        monkeypatch.setitem(sys.modules, name, module)
-    work = Workload(replace(SHAPES[0], dim=32), RAGGED, "cpu")
-    assert kind(work).check() <= work.part.budget
-    assert peer_arms(SHAPES[0], torch.device("cpu")) == ()
 
 
 def test_a_wrong_arm_is_noticed() -> None:
@@ -150,6 +125,16 @@ def test_token_serial_kernel_compiles(capability: int, raw_gates: bool) -> None:
     source = ASTSource(fn=token_serial_kernel, signature=signature, constexprs=sizes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
     assert compiled.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.gpu
+def test_a_graph_of_many_calls_runs_each_of_them() -> None:
+    counter = torch.zeros((), device="cuda")
+    replay = capture(lambda: counter.add_(1), warmups=2, calls=GRAPH_CALLS)
+    counter.zero_()
+    replay()
+    assert counter.item() == GRAPH_CALLS
+    assert len(Timer(torch.device("cuda")).modes()) == 3
 
 
 @pytest.mark.gpu

@@ -126,11 +126,15 @@ def intra_kernel(
     wide = queries.to(tl.float32)
     query_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS) * scale
     gate = tl.maximum(gate, MIN_LOG_GATE)
-    total = tl.cumsum(gate, axis=0)
-    final = tl.sum(gate, axis=0)
+    # Whole numbers and fractions are summed apart: whole sums are exact, so that a sum of -1000 keeps the digits that
+    # decide a difference of -1.
+    whole = tl.floor(gate + 0.5)
+    coarse, fine = tl.cumsum(whole, axis=0), tl.cumsum(gate - whole, axis=0)
+    left = (tl.sum(whole, axis=0) - coarse) + (tl.sum(gate - whole, axis=0) - fine)
 
     earlier = lane[:, None] >= lane[None, :]
-    decay = tl.where(earlier, tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0)), 0.0) * key_norm[None, :]
+    between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+    decay = tl.where(earlier, tl.exp(tl.where(earlier, between, 0.0)), 0.0) * key_norm[None, :]
     products = tl.dot(keys, tl.trans(keys), input_precision="ieee")
     lower = products * decay * (strength * key_norm)[:, None]
     lower = tl.where(lane[:, None] > lane[None, :], lower, 0.0)
@@ -146,8 +150,8 @@ def intra_kernel(
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     tl.store(attend + tile, (products * decay * query_norm[:, None]).to(attend.dtype.element_ty))
     vector = vectors + place * (4 * BT) + lane
-    reach = tl.exp(total)
+    reach = tl.exp(coarse + fine)
     tl.store(vector, key_norm * reach)
     tl.store(vector + BT, query_norm * reach)
-    tl.store(vector + 2 * BT, key_norm * tl.exp(tl.minimum(final - total, 0.0)))
-    tl.store(vector + 3 * BT, tl.exp(final) + tl.zeros((BT,), tl.float32))
+    tl.store(vector + 2 * BT, key_norm * tl.exp(tl.minimum(left, 0.0)))
+    tl.store(vector + 3 * BT, tl.exp(tl.sum(gate, axis=0)) + tl.zeros((BT,), tl.float32))

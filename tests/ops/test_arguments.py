@@ -1,4 +1,4 @@
-"""Every wrong argument of the five functions is refused by name, and nothing is written."""
+"""Every wrong argument of the ops' functions is refused by name, and nothing is written."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ def conv_decode_arguments() -> Arguments:
     return arguments | {"slots": torch.tensor([0, 1, 2, -1, -1, -1], dtype=torch.int32)}
 
 
+def _gates() -> Arguments:
+    return {"a": make_pool(6, 3), "b": make_pool(6, 3), "a_log": make_pool(3), "dt_bias": make_pool(3)}
+
+
+def conv_gates_arguments() -> Arguments:
+    return conv_arguments() | _gates()
+
+
+def conv_gates_decode_arguments() -> Arguments:
+    return conv_decode_arguments() | _gates()
+
+
 GDN: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("q", lambda q: q[0], "q must have 3 dimensions"),
     ("q", lambda q: q.long(), "q must be float32, bfloat16 or float16"),
@@ -86,6 +98,21 @@ CONV: list[tuple[str, Callable[[Any], Any], str]] = [
     ("states", lambda states: torch.cat([states, states[..., :1]], -1), r"states must be \[num_slots, C, W - 1\]"),
     ("states", lambda states: states.mT.contiguous().mT, "states must be contiguous"),
 ]
+GATES: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("a", lambda a: a[:5], r"a must have shape \(6, 3\)"),
+    ("a", lambda a: a[0], "a must have 2 dimensions"),
+    ("a", lambda a: a[:, :0], r"a must be \[T, H_v\] with at least one head, got \(6, 0\)"),
+    ("a", lambda a: a[:, :2], r"b must have shape \(6, 2\)"),
+    ("a", lambda a: a.int(), "a must be float32"),
+    ("a", lambda _: None, "a must be a tensor, got NoneType"),
+    ("a", lambda a: a.requires_grad_(), "a requires a gradient"),
+    ("b", lambda b: b.to("meta"), "b must be on cpu"),
+    ("b", lambda b: b.t(), r"b must have shape \(6, 3\)"),
+    ("a_log", lambda a_log: a_log[:2], r"a_log must have shape \(3,\) \(\[H_v\] as in a\)"),
+    ("a_log", lambda a_log: a_log[None], "a_log must have 1 dimensions"),
+    ("dt_bias", lambda _: 0.5, "dt_bias must be a tensor, got float"),
+    ("dt_bias", lambda dt_bias: dt_bias.to("meta"), "dt_bias must be on cpu"),
+]
 TABLE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("table", lambda _: SegmentTable.build([Segment(5)], 3, "cpu"), "must have the table's 5 tokens, got 6"),
     ("table", lambda _: SegmentTable.build([Segment(6)], 4, "cpu"), "states must have at least the 4 slots"),
@@ -95,6 +122,9 @@ SLOTS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("slots", lambda slots: slots.long(), "slots must be int32"),
     ("slots", lambda slots: slots[:5], "one entry for each of"),
     ("slots", lambda slots: slots.to("meta"), "slots must be on cpu"),
+    ("slots", lambda slots: slots.clone().fill_(100), r"slots\[0\] must be -1 or from 0 to \d, got 100"),
+    ("slots", lambda slots: slots.clone().fill_(-2), r"slots\[0\] must be -1 or from 0 to \d, got -2"),
+    ("slots", lambda slots: slots.clone().fill_(1), "slots other than -1 must differ"),
 ]
 CASES = [
     *[(ckpt_ops.gdn_prefill, prefill_arguments, *case) for case in GDN + TABLE],
@@ -102,6 +132,8 @@ CASES = [
     *[(ckpt_ops.gdn_decode, decode_arguments, *case) for case in GDN + SLOTS],
     *[(ckpt_ops.causal_conv1d_prefill, conv_arguments, *case) for case in CONV + TABLE],
     *[(ckpt_ops.causal_conv1d_decode, conv_decode_arguments, *case) for case in CONV + SLOTS],
+    *[(ckpt_ops.conv_gates_prefill, conv_gates_arguments, *case) for case in CONV + GATES + TABLE],
+    *[(ckpt_ops.conv_gates_decode, conv_gates_decode_arguments, *case) for case in CONV + GATES + SLOTS],
 ]
 
 
@@ -109,7 +141,7 @@ CASES = [
     ("function", "make", "name", "spoil", "message"), CASES, ids=lambda x: getattr(x, "__name__", None)
 )
 def test_refused(
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     make: Callable[[], Arguments],
     name: str,
     spoil: Callable[[Any], Any],
@@ -117,14 +149,14 @@ def test_refused(
 ) -> None:
     arguments = make()
     before = arguments["states"].clone()
-    spoiled = arguments | {name: spoil(arguments.get(name))}
+    spoiled = arguments | {name: spoil(make().get(name))}
     with pytest.raises(ArgumentError, match=message):
         _call(function, spoiled)
     assert torch.equal(arguments["states"], before)
     _call(function, arguments)
 
 
-def _call(function: Callable[..., Tensor], arguments: Arguments) -> Tensor:
+def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
     return function(**arguments)
 
 

@@ -65,6 +65,18 @@ def test_correlated_keys_and_extreme_gates(backend: Backend, gate: float | None,
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("correlated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_strong_gates_on_some_tokens(backend: Backend, dtype: torch.dtype, correlated: bool) -> None:
+    """Cancellation: sums of -100 on 30 % of the tokens, of which only differences of neighbours of about -1 matter."""
+    segments = [Segment(70 if backend.small else 130, source=0, destination=1), Segment(64, destination=2)]
+    inputs = make_delta_rule_inputs(_tokens(segments), 1, 2, 64, 32, dtype=dtype, correlated=correlated)
+    strong = torch.rand(inputs.g.shape, generator=torch.Generator().manual_seed(3)) < 0.3
+    inputs = replace(inputs, g=torch.where(strong, -100.0, inputs.g))
+    out, _ = backend.check(inputs, make_pool(3, 2, 64, 32, used={0}), segments)
+    assert out.isfinite().all()
+
+
 def test_zero_beta_writes_nothing(backend: Backend) -> None:
     inputs = make_delta_rule_inputs(70, 1, 1, 32, 32, gate=0.0)
     inputs = replace(inputs, beta=torch.zeros_like(inputs.beta))

@@ -85,6 +85,10 @@ def test_convolution_in_far_slots(backend: Backend) -> None:
     out = _on_pool(backend, "causal_conv1d_decode", call, pool, slots + first)
     assert torch.equal(out, _on_pool(backend, "causal_conv1d_decode", call, near, slots))
     assert torch.equal(pool[first:], near)
+    call = (*call, x[:2, :3], x[:2, 3:6], weight[:3, 0], weight[:3, 1])
+    out = _on_pool(backend, "conv_gates_decode", call, pool, slots + first)
+    assert torch.equal(out[0], _on_pool(backend, "conv_gates_decode", call, near, slots)[0])
+    assert torch.equal(pool[first:], near)
 
 
 def test_tokens_far_apart(backend: Backend) -> None:
@@ -111,6 +115,12 @@ def test_tokens_far_apart(backend: Backend) -> None:
     near = _on_pool(backend, "causal_conv1d_prefill", (x.contiguous(), weight, None), pools[1], table, "conv")
     assert torch.equal(out, near)
     assert torch.equal(pools[0], pools[1])
+    a, b, parameters = wide[:, 64:69], wide[:, 70:75], (weight[:5, 0], weight[:5, 1])
+    results = [
+        _on_pool(backend, "conv_gates_prefill", (x, weight, None, *gates, *parameters), pools[0].clone(), table, "conv")
+        for gates in ((a, b), (a.contiguous(), b.contiguous()))
+    ]
+    assert all(torch.equal(far, close) for far, close in zip(*results, strict=True))
 
 
 def test_public_function_takes_a_far_slot() -> None:

@@ -35,12 +35,19 @@ def samples(device: str) -> dict[str, tuple[Any, ...]]:
     pools = states.to(device), make_pool(SLOTS, CHANNELS, 3).to(device)
     conv = (weight.to(device), bias.to(device))
     links = (table.sources, table.destinations)
+    a, b = make_pool(table.num_tokens, 3).to(device), make_pool(table.num_tokens, 3, dtype=torch.float16).to(device)
+    rates = make_pool(3).to(device), make_pool(3).to(device)
     return {
         "gdn_prefill": (*packed, table.cu_seqlens, pools[0], *links),
         "two_phase_gdn_prefill": (*packed, table.cu_seqlens, pools[0], *links, table.parents, table.phase_offsets, 0.5),
         "causal_conv1d_prefill": (x.to(device), *conv, table.cu_seqlens, pools[1], *links, table.parents, "silu"),
         "gdn_decode": (*rows, pools[0], slots, None),
         "causal_conv1d_decode": (x[:3].to(device), *conv, pools[1], slots),
+        "conv_gates_prefill": (
+            *(x.to(device), *conv, a, b, *rates),
+            *(table.cu_seqlens, pools[1], *links, table.parents, "silu"),
+        ),
+        "conv_gates_decode": (x[:3].to(device), *conv, a[:3], b[:3], *rates, pools[1], slots),
     }
 
 
@@ -59,13 +66,16 @@ def test_tags_and_declared_mutation(name: str) -> None:
 
 
 class Layer(nn.Module):
-    """All five ops, as a model's layer calls them: slices of one projection, pools as buffers."""
+    """All ops, as a model's layer calls them: slices of one projection, pools as buffers. ``fused``: gates are computed
+    beside the convolution, from what are gates otherwise."""
 
     recurrent: Tensor
     conv: Tensor
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
+        self.rates = nn.Parameter(make_pool(HEADS_V).to(device))
         self.weight = nn.Parameter(make_pool(CHANNELS, 4).to(device))
         self.register_buffer("recurrent", make_pool(SLOTS, HEADS_V, DIM, DIM).to(device))
         self.register_buffer("conv", make_pool(SLOTS, CHANNELS, 3).to(device))
@@ -77,10 +87,18 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, g: Tensor, beta: Tensor, table: SegmentTable, decode: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        mixed = ckpt_ops.causal_conv1d_prefill(x, self.weight, None, self.conv, table, activation="silu")
-        out = ckpt_ops.two_phase_gdn_prefill(*self.heads(mixed * 1.5), g, beta, self.recurrent, table)
         token, token_g, token_beta, slots = decode
-        token = ckpt_ops.causal_conv1d_decode(token, self.weight, None, self.conv, slots, activation="silu")
+        conv = (self.weight, None)
+        if self.fused:
+            rates = (self.rates, self.rates)
+            mixed, g, beta = ckpt_ops.conv_gates_prefill(x, *conv, g, beta, *rates, self.conv, table, activation="silu")
+            token, token_g, token_beta = ckpt_ops.conv_gates_decode(
+                token, *conv, token_g, token_beta, *rates, self.conv, slots, activation="silu"
+            )
+        else:
+            mixed = ckpt_ops.causal_conv1d_prefill(x, *conv, self.conv, table, activation="silu")
+            token = ckpt_ops.causal_conv1d_decode(token, *conv, self.conv, slots, activation="silu")
+        out = ckpt_ops.two_phase_gdn_prefill(*self.heads(mixed * 1.5), g, beta, self.recurrent, table)
         last = ckpt_ops.gdn_decode(*self.heads(token), token_g, token_beta, self.recurrent, slots)
         return out + 1, last
 
@@ -95,7 +113,8 @@ def layer_arguments(table: SegmentTable, device: str, rows: int = 7) -> tuple[An
 
 
 @DEVICES
-def test_compile_fullgraph_without_recompiles(device: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_compile_fullgraph_without_recompiles(fused: bool, device: str) -> None:
     """Steps of other token counts, Consumers and phases: equal to eager, and only the forest's depth recompiles."""
     torch._dynamo.reset()
     compilations = []
@@ -104,7 +123,7 @@ def test_compile_fullgraph_without_recompiles(device: str) -> None:
         compilations.append(len(inputs))
         return torch._inductor.compile(graph, inputs) if device == "cuda" else graph.forward
 
-    eager, compiled_layer = Layer(device), Layer(device)
+    eager, compiled_layer = Layer(device, fused), Layer(device, fused)
     compiled = torch.compile(compiled_layer, fullgraph=True, dynamic=True, backend=backend)
     tables = [
         step(device),
