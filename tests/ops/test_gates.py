@@ -113,7 +113,8 @@ def test_extreme_values(backend: Backend) -> None:
     x, weight, states = make_pool(8, CHANNELS), make_pool(CHANNELS, 4), make_pool(1, CHANNELS, 3)
     (_, g, beta), _ = backend.conv_gates((x, weight, None, a, a, *parameters), states, backend.table([Segment(8)], 1))
     expected = -parameters[0].exp() * torch.nn.functional.softplus(a)
-    torch.testing.assert_close(g.cpu(), expected, rtol=2**-20, atol=0, equal_nan=True)
+    # A GPU's exponential is off by its argument's rounding, up to |x| 2^-24, and x is -60 in one of the rates.
+    torch.testing.assert_close(g.cpu(), expected, rtol=2**-18, atol=0, equal_nan=True)
     torch.testing.assert_close(beta.cpu(), a.sigmoid(), rtol=2**-20, atol=0, equal_nan=True)
     assert g[1:-1].cpu().max() <= 0
 
