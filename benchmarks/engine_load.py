@@ -6,6 +6,8 @@ the engine with the prefixes cached by an earlier run. With nothing shared: the 
 against the engine without. Before anything is timed, each arm's answers are compared with those of one call a prompt.
 
     python -m benchmarks.engine_load --device cuda
+
+On a GPU install flash-linear-attention first: without it the unpatched arms run transformers' slow fallback.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -109,21 +111,27 @@ def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | No
     )
 
 
-def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> list[dict[str, Any]]:
-    """One row an arm: medians over ``repetitions`` runs, and the share of answers that equal one call a prompt's.
-
-    One call a prompt runs once.
+def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterator[dict[str, Any]]:
+    """One row an arm, as soon as it is known: medians over ``repetitions`` runs, and the share of answers that equal one
+    call a prompt's. One call a prompt runs once.
     """
+    shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
+
+    def labelled(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+        for arm, figures in found.items():
+            yield {"load": shape, "new_tokens": new_tokens, "arm": arm, **figures}
+
     rows = load.rows(model.config.vocab_size)
     groups = [rows[i : i + load.consumers] for i in range(0, len(rows), load.consumers)]
     generate_batches(model, groups[:1], new_tokens, None)
     one_by_one = generate_batches(model, [[row] for row in rows], new_tokens, None)  # far too slow to repeat
     expected = one_by_one.tokens
+    yield from labelled({"unpatched, one by one": _figures([one_by_one], 1.0)})
     plain: dict[str, Callable[[], Outcome]] = {
         "unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None),
         "prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix),
     }
-    found = {"unpatched, one by one": _figures([one_by_one], 1.0)} | _time(plain, expected, repetitions)
+    yield from labelled(_time(plain, expected, repetitions))
     apart = load.rows(model.config.vocab_size, shared=False)
     # The keys of all prompts fit, so that what is measured is not how fast an evicted prefix is computed again.
     with ckpt_hf.Engine(model, cache_slots=2 * len(rows)) as engine:
@@ -132,18 +140,15 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> list[d
             ckpt_hf.clear(model)
             return run_engine(engine, prompts, boundary, new_tokens)
 
-        found |= _time({"engine, cold": lambda: cold(rows, load.prefix)}, expected, repetitions)
-        found |= _time(
-            {"engine, warm": lambda: run_engine(engine, rows, load.prefix, new_tokens)}, expected, repetitions
-        )
+        yield from labelled(_time({"engine, cold": lambda: cold(rows, load.prefix)}, expected, repetitions))
+        warm = {"engine, warm": lambda: run_engine(engine, rows, load.prefix, new_tokens)}
+        yield from labelled(_time(warm, expected, repetitions))
         alone = cold(apart, None).tokens
         free: dict[str, Callable[[], Outcome]] = {
             "nothing shared, no boundaries": lambda: cold(apart, None),
             "nothing shared, boundaries": lambda: cold(apart, load.prefix),
         }
-        found |= _time(free, alone, repetitions)
-    shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
-    return [{"load": shape, "new_tokens": new_tokens, "arm": arm, **figures} for arm, figures in found.items()]
+        yield from labelled(_time(free, alone, repetitions))
 
 
 def _time(

@@ -92,6 +92,9 @@ def _packed_config(config: Any) -> Any:
     return packed
 
 
+_Convolution = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class PackedGatedDeltaNetMixin:
     """A GatedDeltaNet layer that runs packed batches through ``ckpt_ops``."""
 
@@ -121,23 +124,28 @@ class PackedGatedDeltaNetMixin:
     def _prefill(self: Any, projected: list[Tensor], cache: PackedCache) -> Tensor:
         """Prefill columns, in chunks."""
         pools, table = cache.states, cache.batch.table
+        assert table is not None
         conv = self._convolution(projected, pools.conv[self.layer_idx])
         mixed, g, beta = ckpt_ops.conv_gates_prefill(*conv, table, activation="silu")
-        return ckpt_ops.two_phase_gdn_prefill(*self._heads(mixed), g, beta, pools.recurrent[self.layer_idx], table)
+        query, key, value = self._heads(mixed)
+        states = pools.recurrent[self.layer_idx]
+        return ckpt_ops.two_phase_gdn_prefill(query, key, value, g, beta, states, table)
 
     def _decode(self: Any, projected: list[Tensor], cache: PackedCache) -> Tensor:
         """Decode columns, token by token whatever runs beside them."""
         pools, slots = cache.states, cache.batch.slots
+        assert slots is not None
         conv = self._convolution(projected, pools.conv[self.layer_idx])
         mixed, g, beta = ckpt_ops.conv_gates_decode(*conv, slots, activation="silu")
-        return ckpt_ops.gdn_decode(*self._heads(mixed), g, beta, pools.recurrent[self.layer_idx], slots)
+        query, key, value = self._heads(mixed)
+        return ckpt_ops.gdn_decode(query, key, value, g, beta, pools.recurrent[self.layer_idx], slots)
 
-    def _convolution(self: Any, projected: list[Tensor], states: Tensor) -> tuple[Tensor | None, ...]:
+    def _convolution(self: Any, projected: list[Tensor], states: Tensor) -> _Convolution:
         mixed, a, b = projected
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         return mixed, weight, bias, a, b, self.A_log, self.dt_bias, states
 
-    def _heads(self: Any, mixed: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         keys_shape = (-1, self.num_k_heads, self.head_k_dim)
         return query.view(keys_shape), key.view(keys_shape), value.view(-1, self.num_v_heads, self.head_v_dim)
