@@ -112,8 +112,8 @@ def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | No
 
 
 def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterator[dict[str, Any]]:
-    """One row an arm, as soon as it is known: medians over ``repetitions`` runs, and the share of answers that equal one
-    call a prompt's. One call a prompt runs once.
+    """One row an arm, as soon as it is known: medians over ``repetitions`` runs, and how many answers equal one call a
+    prompt's. One call a prompt runs once.
     """
     shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
 

@@ -125,7 +125,7 @@ class PackedGatedDeltaNetMixin:
         """Prefill columns, in chunks."""
         pools, table = cache.states, cache.batch.table
         assert table is not None
-        conv = self._convolution(projected, pools.conv[self.layer_idx])
+        conv: _Convolution = self._convolution(projected, pools.conv[self.layer_idx])
         mixed, g, beta = ckpt_ops.conv_gates_prefill(*conv, table, activation="silu")
         query, key, value = self._heads(mixed)
         states = pools.recurrent[self.layer_idx]
@@ -135,7 +135,7 @@ class PackedGatedDeltaNetMixin:
         """Decode columns, token by token whatever runs beside them."""
         pools, slots = cache.states, cache.batch.slots
         assert slots is not None
-        conv = self._convolution(projected, pools.conv[self.layer_idx])
+        conv: _Convolution = self._convolution(projected, pools.conv[self.layer_idx])
         mixed, g, beta = ckpt_ops.conv_gates_decode(*conv, slots, activation="silu")
         query, key, value = self._heads(mixed)
         return ckpt_ops.gdn_decode(query, key, value, g, beta, pools.recurrent[self.layer_idx], slots)
