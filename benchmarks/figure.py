@@ -168,7 +168,14 @@ def _name_ends(axes: Any, lines: Sequence[Line], gap: float) -> None:
             fontsize=9,
             fontweight="bold" if line.name == OURS else "normal",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": line.color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.color,
+                "linewidth": 0.6,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
         )
 
 
