@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ckpt_ops.chunked import CHUNK
+from ckpt_ops.chunked import CHUNK, MIN_LOG_GATE
 from ckpt_ops.kernels.hopper_chain import hopper_chain_kernel
 from ckpt_ops.kernels.hopper_intra import hopper_intra_kernel
 from ckpt_ops.launcher import ALIGNMENT, Launcher, is_aligned
+from ckpt_ops.reference import NORM_EPS
 
 BLOCK_V = 64
 STAGES = 2
@@ -53,7 +54,7 @@ def prefill(
     examined = any(x.data_ptr() % ALIGNMENT for x in (g, beta, cu_seqlens, states, sources, destinations))
     intra_inputs = (q, k, g, beta, cu_seqlens, records, segments)
     intra_numbers = (q.stride(0), k.stride(0), g.stride(0), beta.stride(0), scale)
-    intra_constants = (heads_k, heads_v, dim_k, CHUNK)
+    intra_constants = (heads_k, heads_v, dim_k, CHUNK, MIN_LOG_GATE, NORM_EPS)
     chain_inputs = (q, k, v, out, cu_seqlens, states, sources, destinations, records)
     chain_numbers = (q.stride(0), k.stride(0), v.stride(0))
     chain_constants = (heads_k, heads_v, dim_k, dim_v, BLOCK_V, CHUNK, STAGES)

@@ -17,12 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ckpt_ops.chunked import MIN_LOG_GATE as _MIN_LOG_GATE
-from ckpt_ops.reference import NORM_EPS as _NORM_EPS
-
 LOG2_E = gl.constexpr(1.4426950408889634)
-MIN_LOG_GATE = gl.constexpr(_MIN_LOG_GATE)
-NORM_EPS = gl.constexpr(_NORM_EPS)
 # Triton 3.7 renamed it.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -121,7 +116,19 @@ def store_square(target, square, BT: gl.constexpr):
 
 
 @gluon.jit
-def load_gates(g, beta, token, head, remaining, g_stride, beta_stride, totals, strengths, BT: gl.constexpr):
+def load_gates(
+    g,
+    beta,
+    token,
+    head,
+    remaining,
+    g_stride,
+    beta_stride,
+    totals,
+    strengths,
+    BT: gl.constexpr,
+    MIN_LOG_GATE: gl.constexpr,
+):
     """Store the inclusive sums of log gates, in base 2, and the write strengths of a chunk."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
@@ -175,6 +182,8 @@ def hopper_intra_kernel(
     HV: gl.constexpr,
     DK: gl.constexpr,
     BT: gl.constexpr,
+    MIN_LOG_GATE: gl.constexpr,
+    NORM_EPS: gl.constexpr,
     LATE: gl.constexpr,
 ):
     """Grid ``(H_v, T // BT + N)``, 4 warps.
@@ -215,7 +224,7 @@ def hopper_intra_kernel(
         async_copy.commit_group()
         totals = gl.allocate_shared_memory(gl.float32, [BT], PLAIN)
         strengths = gl.allocate_shared_memory(gl.float32, [BT], PLAIN)
-        load_gates(g, beta, token, head, remaining, g_stride, beta_stride, totals, strengths, BT)
+        load_gates(g, beta, token, head, remaining, g_stride, beta_stride, totals, strengths, BT, MIN_LOG_GATE)
 
         blank = gl.zeros([BT, BT], gl.float32, SCORE)
         async_copy.wait_group(0)
