@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_harness import Backend, forest, mixed_lengths, used_slots, within
+from ops_harness import INTERPRETING, Backend, forest, mixed_lengths, used_slots, within
 
 from ckpt_ops import Segment, SegmentTable
 from ckpt_ops.reference import gdn_prefill_reference
@@ -30,6 +30,8 @@ def test_mixed_lengths(
 ) -> None:
     if not backend.supports(dtype):
         pytest.skip("not a dtype of this backend")
+    if backend.small:  # heads are independent; one group of two values is enough there
+        heads_k, heads_v = 1, min(2, heads_v // heads_k)
     segments = mixed_lengths(backend.small or dim_k > 128)
     inputs = make_delta_rule_inputs(_tokens(segments), heads_k, heads_v, dim_k, dim_v, dtype=dtype)
     pool = make_pool(2 * len(segments), heads_v, dim_k, dim_v, used=used_slots(segments))
@@ -139,7 +141,9 @@ def test_hit_equals_miss(backend: Backend, dtype: torch.dtype, pool_dtype: torch
         start += length
 
 
-@pytest.mark.parametrize("dims", [(2, 4, 64, 64), (1, 2, 7, 5), (1, 4, 32, 24)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(1, 2, 64, 64), (1, 2, 7, 5)] if INTERPRETING else [(2, 4, 64, 64), (1, 2, 7, 5), (1, 4, 32, 24)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_independent_of_the_batch(backend: Backend, dtype: torch.dtype, dims: tuple[int, int, int, int]) -> None:
     """Invariant 2: each sequence alone gives what it gave in the batch, to the bit."""
@@ -167,7 +171,7 @@ def test_slots_in_place_and_reused(backend: Backend) -> None:
 
 def test_views_of_one_projection(backend: Backend) -> None:
     """q, k, v as slices of one tensor, gates as slices of another, as a model makes them."""
-    segments = mixed_lengths(small=True)
+    segments = [Segment(33, source=0, destination=1), Segment(16, parent=0, destination=2)]
     tokens, heads_k, heads_v, dim = _tokens(segments), 1, 2, 32
     dense = make_delta_rule_inputs(tokens, heads_k, heads_v, dim, dim)
     mixed = torch.cat([x.flatten(1) for x in (dense.q, dense.k, dense.v)], 1)
@@ -181,8 +185,8 @@ def test_views_of_one_projection(backend: Backend) -> None:
         beta=gates[:, :heads_v],
         g=gates[:, heads_v:],
     )
-    pool = make_pool(14, heads_v, dim, dim)
-    table = backend.table(segments, 14)
+    pool = make_pool(3, heads_v, dim, dim)
+    table = backend.table(segments, 3)
     for result, expected in zip(backend.prefill(views, pool, table), backend.prefill(dense, pool, table), strict=True):
         assert torch.equal(result, expected)
     strided = replace(dense, q=dense.q.mT.contiguous().mT, g=dense.g.t().contiguous().t())
