@@ -90,7 +90,7 @@ def _prefill(
     config = config_for(q.device, dim_k, dim_v, q.dtype)
     scale = dim_k**-0.5 if scale is None else scale
     hopper = _hopper_launch() if config.hopper else None
-    if hopper is not None:
+    if hopper is not None and hopper.fits(q.shape[0], segments):
         with device_guard(q.device):
             hopper.prefill(q, k, v, g, beta, cu_seqlens, states, sources, destinations, phase_offsets, scale, out)
         return out

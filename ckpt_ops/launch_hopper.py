@@ -23,10 +23,16 @@ BLOCK_V = 64
 STAGES = 2
 RECORD = 2 * CHUNK * CHUNK + 8 * CHUNK
 """Elements of one chunk and value head in the workspace: T, A, and four vectors in fp32."""
+_MAX_CHUNKS = 65535
 _INTRA, _CHAIN = Launcher(hopper_intra_kernel), Launcher(hopper_chain_kernel)
 _INTRA_OPTIONS = {"num_warps": 4, "maxnreg": 128, "launch_pdl": False}
 _LATE_INTRA_OPTIONS = _INTRA_OPTIONS | {"launch_pdl": True}
 _CHAIN_OPTIONS = {"num_warps": 4, "launch_pdl": True}
+
+
+def fits(tokens: int, segments: int) -> bool:
+    """Whether the chunks of so many packed tokens fit into a grid's second dimension."""
+    return tokens // CHUNK + segments <= _MAX_CHUNKS
 
 
 def prefill(

@@ -76,6 +76,15 @@ def test_intra(launch: Launch, dim_k: int, dtype: torch.dtype, group: int, consu
     check_all_fit(recorder, 90, gluon())
 
 
+def test_a_grid_holds_all_chunks_or_the_other_kernels_run() -> None:
+    """The second dimension of a grid ends at 65535."""
+    from ckpt_ops import launch_hopper
+
+    assert launch_hopper.fits(65535 * 64 - 64, 1)
+    assert not launch_hopper.fits(65535 * 64, 1)
+    assert not launch_hopper.fits(0, 65536)
+
+
 PROGRAM = """
 import sys, torch, ckpt_ops
 from ckpt_ops import Segment, SegmentTable, blocks, launch
