@@ -25,7 +25,7 @@ def test_contents() -> None:
     )
     assert table.cu_seqlens.tolist() == [0, 5, 5, 8, 10, 11]
     assert table.parents.tolist() == [-1, -1, 0, 1, 2]
-    assert table.sources.tolist() == [1, -1, -1, -1, -1]
+    assert table.sources.tolist() == [1, -1, 0, 2, 3]  # a child's is its parent's destination
     assert table.destinations.tolist() == [0, 2, 3, -1, -1]
     assert table.phase_offsets == (0, 2, 4, 5)
     assert (table.num_segments, table.num_tokens, table.num_phases, table.num_slots) == (5, 11, 3, 8)
