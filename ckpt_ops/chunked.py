@@ -9,9 +9,9 @@ inclusive sum of the log gates within a chunk of C tokens and ``S`` the state at
     O  = diag(exp G) Q S + A U
     S' = exp(G_C) S + K^T diag(exp(G_C - G)) U
 
-Everything but the last three lines is independent of the state and is done for all chunks at once; the walk over
-chunks is batched over the segments of a phase. Gates enter only as exponentials of differences that are never positive,
-and are summed in fp64: a sum of -1000 in fp32 has lost the digits that decide a difference of -1.
+Everything but the last three lines is independent of the state and is done for all chunks at once; the walk over chunks
+is batched over the segments of a phase. Gates enter only as exponentials of differences that are never positive, and
+are summed in fp64: a sum of -1000 in fp32 has lost the digits that decide a difference of -1.
 
 A sequence's result must not depend, to the bit, on what else is in the batch. Three rules keep it so: a chunk is padded
 to 16, 32 or 64 rows by its own length only; head dimensions are padded to multiples of 16, below which BLAS switches

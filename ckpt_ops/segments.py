@@ -43,7 +43,8 @@ class SegmentTable:
 
     Attributes:
         cu_seqlens: int32 ``[N + 1]``, cumulated lengths.
-        parents, sources, destinations: int32 ``[N]``, as in :class:`Segment`.
+        parents, sources, destinations: int32 ``[N]``, as in :class:`Segment`; a child's source is its parent's
+            destination.
         phase_offsets: phase ``p`` holds the segments ``phase_offsets[p]:phase_offsets[p + 1]``. A segment's phase is
             its depth in the forest. There are at least two phases, the second empty if no segment has a parent, so
             that steps with and without Consumers look the same to ``torch.compile``.

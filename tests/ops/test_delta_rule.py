@@ -30,7 +30,7 @@ def test_mixed_lengths(
 ) -> None:
     if not backend.supports(dtype):
         pytest.skip("not a dtype of this backend")
-    if backend.small:  # heads are independent; one group of two values is enough there
+    if backend.small and dim_k >= 96:  # heads are independent, and smaller ones have shown how they are grouped
         heads_k, heads_v = 1, min(2, heads_v // heads_k)
     segments = mixed_lengths(backend.small or dim_k > 128)
     inputs = make_delta_rule_inputs(_tokens(segments), heads_k, heads_v, dim_k, dim_v, dtype=dtype)

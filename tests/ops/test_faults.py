@@ -207,7 +207,8 @@ def _all_layers(x: Tensor, weight: Tensor, histories: Tensor, pools: Tensor, slo
             [slice(0, 1), slice(1, 2), slice(2, 3)],
             id="one region that takes its view itself",
             marks=pytest.mark.xfail(
-                reason="torch 2.13 writes to the storage offset that it saw when it compiled, with any op that mutates"
+                strict=False,
+                reason="torch 2.13 writes to the storage offset that it saw when it compiled, with any op that mutates",
             ),
         ),
     ],

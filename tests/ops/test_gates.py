@@ -13,8 +13,7 @@ from ckpt_ops.reference import gates_reference
 from ckpt_ops.testing import gate_budget, make_pool
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Rounding beta to its dtype, and four roundoffs for the exponential, the sum and the quotient of an fp32 sigmoid.
-STRENGTH_BUDGET = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11 + 2.0**-21}
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 CHANNELS, SLOTS = 24, torch.tensor([4, -1, 0, 2, -1], dtype=torch.int32)
 
 
@@ -32,7 +31,9 @@ def check_gates(g: Tensor, beta: Tensor, inputs: tuple[Tensor, ...]) -> None:
     assert (g.dtype, beta.dtype) == (torch.float32, b.dtype)
     assert g.is_contiguous() and beta.is_contiguous()
     g_error = (g.cpu().double() / expected - 1).abs() / gate_budget(a, a_log, dt_bias)
-    beta_error = (beta.cpu().double() / strength - 1).abs() / STRENGTH_BUDGET[b.dtype]
+    # As in gate_budget: b's product before the exponential, four roundoffs for each of three steps; then beta's dtype.
+    beta_budget = (b.double().abs() + 12) * 2.0**-24 + ROUNDING[b.dtype]
+    beta_error = (beta.cpu().double() / strength - 1).abs() / beta_budget
     print(f"of their budgets: g {g_error.max():.2f}, beta {beta_error.max():.2f}")
     assert g_error.max() <= 1, f"g misses its budget by a factor of {g_error.max()}"
     assert beta_error.max() <= 1, f"beta misses its budget by a factor of {beta_error.max()}"
@@ -113,8 +114,7 @@ def test_extreme_values(backend: Backend) -> None:
     x, weight, states = make_pool(8, CHANNELS), make_pool(CHANNELS, 4), make_pool(1, CHANNELS, 3)
     (_, g, beta), _ = backend.conv_gates((x, weight, None, a, a, *parameters), states, backend.table([Segment(8)], 1))
     expected = -parameters[0].exp() * torch.nn.functional.softplus(a)
-    # A GPU's exponential is off by its argument's rounding, up to |x| 2^-24, and x is -60 in one of the rates.
-    torch.testing.assert_close(g.cpu(), expected, rtol=2**-18, atol=0, equal_nan=True)
+    torch.testing.assert_close(g.cpu(), expected, rtol=2**-17, atol=0, equal_nan=True)  # 2 * 60 roundoffs of a_log
     torch.testing.assert_close(beta.cpu(), a.sigmoid(), rtol=2**-20, atol=0, equal_nan=True)
     assert g[1:-1].cpu().max() <= 0
 
