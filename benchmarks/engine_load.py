@@ -178,9 +178,15 @@ def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float]:
 
 def main() -> None:
     """Print one JSON row for each load and arm."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine_load",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", choices=["9B", "tiny"], default=None)
+    parser.add_argument(
+        "--shape", choices=["9B", "tiny"], default=None, help="9B on a GPU and tiny elsewhere by default"
+    )
     parser.add_argument("--loads", default=None, help="anchors x prefix x consumers x suffix, comma-separated")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repetitions", type=int, default=3)

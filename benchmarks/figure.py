@@ -201,7 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/two_phase.png"))
     parser.add_argument("--heads", nargs=2, type=int, default=(16, 32), metavar=("H_K", "H_V"))
     parser.add_argument("--title", default="A shared prefix of 512 tokens, continued by 1 to 16 suffixes of 64")
-    parser.add_argument("--mode", choices=MODES, default=GRAPH_OF_MANY)
+    parser.add_argument(
+        "--mode", choices=MODES, default=GRAPH_OF_MANY, metavar="MODE", help=f"one of {'; '.join(MODES)}"
+    )
     options = parser.parse_args(arguments)
     files = [json.loads(path.read_text()) for path in options.files]
     lines = collect(files, tuple(options.heads), options.mode)

@@ -135,9 +135,13 @@ def measure(
 
 def main() -> None:
     """Print the table, one JSON row a load."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.model_scale",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", choices=SHAPES, default=None)
+    parser.add_argument("--shape", choices=SHAPES, default=None, help="9B on a GPU and tiny elsewhere by default")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
         "--loads", default="2048x16x64,4096x64x128", help="prefix x consumers x suffix, comma-separated"

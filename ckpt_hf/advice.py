@@ -25,8 +25,8 @@ class AdvisedBoundary:
         checkpoint_bytes: what the checkpoint takes on top of that boundary's; None without a model.
         declared: how many of the prompts have a boundary there already.
         example: index of a prompt that has it.
-        characters: characters of that prompt's text before it, where :func:`ckpt_hf.encode` may split the text; None
-            for prompts of ids, and for tokenizers without offsets.
+        characters: characters of that prompt's text before it, markers not counted, where :func:`ckpt_hf.encode` may
+            split the text; None for prompts of ids, and for tokenizers without offsets.
         tail: the text just before it, if known.
     """
 

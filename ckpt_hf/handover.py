@@ -31,6 +31,8 @@ def reason_for_handover(
     """Why the packed loop cannot run this call, in a user's words; None when it can."""
     if custom_generate is not None:
         return "custom_generate is given"
+    if mode is GenerationMode.BEAM_SEARCH:
+        return "beam search needs rows of one length with a boundary at the same place"
     if mode not in _OWN_MODES:
         return f"the generation mode is {mode.value}"
     for name in _CACHE_ARGUMENTS:

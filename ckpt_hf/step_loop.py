@@ -89,7 +89,7 @@ class StepLoop:
         except BaseException as error:  # nobody else would hear of it, and the handles would wait for ever
             self._closed = self._closed or error
         finally:
-            self.end_all(self._closed or CheckpointRuntimeError("the engine's thread has ended"))
+            self.end_all(self._closed or CheckpointRuntimeError("it is closed"))
 
     def _wait(self) -> bool:
         """Wait for something to do; False when the thread is to end."""

@@ -84,6 +84,8 @@ class PromptReader:
             if self._tokenizer is None:
                 raise CheckpointValueError("prompt is text, which needs a tokenizer; give the Engine one or pass ids")
             prompt = self._tokenizer(prompt)["input_ids"]
+            if not prompt:
+                raise CheckpointValueError("prompt is text that gives no token; a prompt needs at least one")
         try:
             ids = np.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""``python -m ckpt_hf.trace FILE``: what happened in a run of the engine, as a picture and in words."""
+"""``python -m ckpt_hf.trace FILE``: what happened in a run, as a picture and in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_hf.trace_text import print_summary
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read a trace, print its summary and draw it. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m ckpt_hf.trace", description=__doc__)
-    parser.add_argument("file", type=Path, help="trace written by an engine, JSON lines")
+    parser.add_argument("file", type=Path, help="what ckpt_hf.write_trace wrote, JSON lines")
     parser.add_argument("--output", type=Path, help="picture: png, svg or pdf; FILE with the ending .png by default")
     parser.add_argument("--no-picture", action="store_true", help="only print the summary")
     options = parser.parse_args(arguments)

@@ -27,6 +27,7 @@ from .models import (
     random_ids,
     shared_prompts,
 )
+from .tokenizers import build_bpe
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
@@ -256,7 +257,7 @@ def test_one_engine_a_model_and_its_settings() -> None:
                 ckpt_hf.unpatch(model)
         with Engine(model) as engine:
             engine.submit([1, 2], max_new_tokens=1).result(60)
-        with pytest.raises(CheckpointRuntimeError, match="takes no more requests"):
+        with pytest.raises(CheckpointRuntimeError, match="takes no more requests: it is closed"):
             engine.submit([1, 2], max_new_tokens=1)
         engine.close()
 
@@ -289,6 +290,11 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "unknown": (([1],), {"max_tokens": 3}, "'max_tokens'"),
     "stop strings": (([1],), {"stop_strings": "x", "max_new_tokens": 1}, "could not locate a tokenizer"),
 }
+
+
+def test_text_without_tokens_is_named_as_such(model: Any) -> None:
+    with Engine(model, build_bpe()) as engine, pytest.raises(CheckpointValueError, match="text that gives no token"):
+        engine.submit("")
 
 
 @pytest.mark.parametrize("name", WRONG)
