@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .errors import CheckpointValueError
 from .recovery import is_device_failure
 from .request_settings import RequestSettings
 
@@ -76,7 +77,7 @@ class Choice:
     rows: list[int] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
     stops: dict[int, Tensor] = field(default_factory=dict)
-    errors: dict[int, Exception] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
 
     def read(self) -> tuple[dict[int, int], dict[int, bool]]:
         """Tokens and verdicts by row, in one copy from the device: the only wait of a step."""
@@ -110,18 +111,28 @@ def _choose_alone(choice: Choice, row: int, chooser: TokenChooser, logits: Tenso
     try:
         scores = logits[None].to(torch.float32, copy=True)
         scores = chooser.settings.processors(cast(Any, chooser.ids), cast(Any, scores))
+        _check_shape("logits_processor", scores, (1, logits.shape[0]))
         token = _pick(scores, [chooser])
         chooser.append(token)
         if chooser.settings.criteria is not None:
-            choice.stops[row] = chooser.settings.criteria(cast(Any, chooser.ids), cast(Any, None))
-    except Exception as error:
-        if is_device_failure(error):
+            stop = chooser.settings.criteria(cast(Any, chooser.ids), cast(Any, None))
+            _check_shape("stopping_criteria", stop, (1,))
+            choice.stops[row] = stop
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or is_device_failure(error):
             raise
         choice.errors[row] = error
         choice.stops.pop(row, None)
         return
     choice.rows.append(row)
     choice.tokens.append(token)
+
+
+def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """A wrong shape found later would be everybody's error: tokens of all requests are read together."""
+    if not isinstance(value, Tensor) or value.shape != shape:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise CheckpointValueError(f"{name} must give a tensor of shape {list(shape)}, got {got}")
 
 
 def _pick(scores: Tensor, choosers: Sequence[TokenChooser]) -> Tensor:

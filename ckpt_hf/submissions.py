@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,10 @@ class PromptReader:
         if isinstance(prompt, Prompt):
             if checkpoint_positions is not None:
                 raise CheckpointValueError("checkpoint_positions must be None for a Prompt, which has boundaries")
-            read = prompt
+            # As any other ids: one that is none would fail the forward for everybody in its step.
+            read = replace(prompt, token_ids=tuple(self._ids(prompt.token_ids).tolist()))
+            if min(read.token_ids) < 0:
+                raise CheckpointValueError(f"prompt.token_ids holds the negative id {min(read.token_ids)}")
         else:
             read = read_prompt(self._ids(prompt), self._marker, checkpoint_positions)
         check_prompts(self._config, [read.token_ids])

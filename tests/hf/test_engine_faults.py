@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import ckpt_hf
 from ckpt_hf import CheckpointRuntimeError, Engine, Handle, HandleStatus
+from ckpt_hf.prompts import Prompt
 from ckpt_hf.runner import runner_of
 
 from .models import (
@@ -329,3 +330,34 @@ def test_a_gpu_that_is_really_full() -> None:
             assert handle.output.error is not None or handle.output.generated_tokens == answer
         again = [engine.submit(row, max_new_tokens=20, do_sample=False) for row in rows[:6]]
         assert answers(again) == expected
+
+
+def _leave(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits_processor": [lambda ids, s: torch.cat([s, s + 99], dim=1)]}, "logits_processor must give"),
+        ({"logits_processor": [lambda ids, s: s[0]]}, "logits_processor must give"),
+        ({"stopping_criteria": [lambda ids, s, **_: torch.zeros(2, dtype=torch.bool)]}, "stopping_criteria must give"),
+        ({"logits_processor": [_leave]}, "3"),
+    ],
+    ids=["more tokens than there are", "flat", "two verdicts", "exit"],
+)
+def test_a_request_s_own_code_that_answers_nonsense_ends_it_alone(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    with runner_of(engine._model).lock:
+        others = submit_all(engine)
+        failing = engine.submit(ROWS[0], checkpoint_positions=[70], **GREEDY, **options)
+    with pytest.raises(CheckpointRuntimeError, match=message):
+        failing.result(60)
+    assert answers(others) == EXPECTED
+
+
+@pytest.mark.parametrize("ids", [(1, -3), (1.5, 2), (), None, ("a",)], ids=str)
+def test_a_prompt_object_is_checked_like_other_prompts(engine: Engine, ids: Any) -> None:
+    with pytest.raises(ckpt_hf.CheckpointValueError, match="prompt"):
+        engine.submit(Prompt(ids, ()), **GREEDY)
