@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
 from .events import EventSinks
 from .handles import Handle
+from .open_engines import forget, remember
 from .outputs import GenerationOutput, HandleStatus
 from .patching import patch, unpatch
 from .pins import Pin
@@ -25,7 +24,6 @@ from .step_loop import StepLoop
 from .submissions import PromptReader, Submission, check_in_flight, check_options, length_of, request_names
 
 _IN_FLIGHT = 512
-_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -83,7 +81,7 @@ class Engine:
                 raise CheckpointRuntimeError("model already has a running engine; close that one first")
             self._runner.engine = self._loop
         self._loop.start()
-        _open_engines.add(self)
+        remember(self)
 
     @property
     def events(self) -> EventSinks:
@@ -134,7 +132,7 @@ class Engine:
         if seed is None and chosen.do_sample:
             seed = int(torch.randint(2**62, ()))
         name = next(self._names) if request_id is None else request_id
-        handle = Handle(GenerationOutput(name, list(read.token_ids)), self._tokenizer, self._loop.cancel)
+        handle = Handle(GenerationOutput(name, list(read.token_ids)), self._tokenizer, self._loop)
         keeps_prompt = self._keep_prompts if keep_prompt is None else keep_prompt
         keeps_answer = self._keep_answers if keep_answer is None else keep_answer
         self._loop.put(Submission(handle, read, chosen, seed, text, priority, keeps_prompt, keeps_answer))
@@ -180,7 +178,7 @@ class Engine:
         ends = len(read.token_ids)
         if ends not in read.boundaries:
             read = replace(read, boundaries=(*read.boundaries, ends))
-        handle = Handle(GenerationOutput(next(self._names), list(read.token_ids)), None, self._loop.cancel)
+        handle = Handle(GenerationOutput(next(self._names), list(read.token_ids)), None, self._loop)
         self._loop.put(Submission(handle, read, None, None, check_options(salt, 0, None), 0, False, False))
         if not handle.wait(timeout):
             handle.cancel()
@@ -195,15 +193,22 @@ class Engine:
 
         Args:
             drain: wait for the requests in flight; otherwise each of them ends with an error.
+
+        Raises:
+            CheckpointRuntimeError: a step runs in this thread, from a processor, say.
         """
         self._loop.close(drain)
         with self._runner.lock:
             if self._runner.engine is not self._loop:
                 return
             self._runner.engine = None
-        _open_engines.discard(self)
+        forget(self)
         if self._patched_here:
             unpatch(self._model)
+
+    def give_up(self) -> None:
+        """For a forked child, which has no copy of the thread: every call says so from now on."""
+        self._loop.give_up()
 
     def __enter__(self) -> Engine:
         return self
@@ -232,7 +237,7 @@ class Engine:
         try:
             read = self._prompts.read(prompt, own.pop("checkpoint_positions", None))
         except CheckpointValueError as error:
-            handle = Handle(GenerationOutput(next(self._names), []), self._tokenizer, self._loop.cancel)
+            handle = Handle(GenerationOutput(next(self._names), []), self._tokenizer, self._loop)
             handle.end(HandleStatus.FAILED, "failed", None, error)
             return handle
         return self.submit(read, config, **own)
@@ -241,10 +246,3 @@ class Engine:
 def _ended(handle: Handle) -> GenerationOutput:
     handle.wait()
     return handle.output
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that runs a model while the interpreter ends would crash it."""
-    for engine in list(_open_engines):
-        engine.close()

@@ -7,13 +7,23 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .errors import CheckpointRuntimeError
 from .outputs import GenerationOutput, HandleStatus, TextPieces
 from .stats import RowReport
+
+
+class HandleOwner(Protocol):
+    """What a handle needs of the loop that serves it."""
+
+    def cancel(self, handle: Handle) -> None:
+        """End the request before the next step."""
+
+    def refuse_within_step(self, action: str) -> None:
+        """Raise in a thread that runs a step."""
 
 
 class Handle:
@@ -23,10 +33,10 @@ class Handle:
     and raises what :meth:`result` raises. ``await handle`` gives the result.
     """
 
-    def __init__(self, output: GenerationOutput, tokenizer: Any, cancel: Callable[[Handle], None]) -> None:
+    def __init__(self, output: GenerationOutput, tokenizer: Any, owner: HandleOwner) -> None:
         self._output = output
         self._tokenizer = tokenizer
-        self._cancel = cancel
+        self._owner = owner
         self._cause: BaseException | None = None
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], object]] = []
@@ -54,11 +64,16 @@ class Handle:
         """Ask for the request's end; False when it has ended already. What was generated stays readable."""
         if self.done():
             return False
-        self._cancel(self)
+        self._owner.cancel(self)
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds for the end; whether it has come."""
+        """Wait up to ``timeout`` seconds for the end; whether it has come.
+
+        Raises:
+            CheckpointRuntimeError: the calling thread runs the step that would have to bring it.
+        """
+        self._check_may_wait()
         with self._changed:
             return self._changed.wait_for(self.done, timeout)
 
@@ -96,6 +111,7 @@ class Handle:
     def __iter__(self) -> Iterator[int]:
         tokens, seen = self._output.generated_tokens, 0
         while True:
+            self._check_may_wait()
             with self._changed:
                 self._changed.wait_for(lambda: len(tokens) > seen or self.done())  # noqa: B023
                 fresh = tokens[seen:]
@@ -104,6 +120,10 @@ class Handle:
                 return
             seen += len(fresh)
             yield from fresh
+
+    def _check_may_wait(self) -> None:
+        if not self.done():
+            self._owner.refuse_within_step(f"wait for request {self.request_id}")
 
     async def __aiter__(self) -> AsyncIterator[int]:
         tokens, seen = self._output.generated_tokens, 0

@@ -17,6 +17,9 @@ from .errors import CheckpointValueError
 from .recovery import is_device_failure
 from .request_settings import RequestSettings
 
+_ROOM = 512
+"""Tokens that an answer has room for at first; the room doubles when it is full."""
+
 
 class TokenChooser:
     """One request's part in sampling.
@@ -37,7 +40,8 @@ class TokenChooser:
         self._length = len(prompt)
         if settings.group is None:
             # Written in place, so that no step copies the tokens before; a processor may keep a view of what it saw.
-            self._ids = torch.empty((1, settings.max_length), dtype=torch.long, device=device)
+            room = min(settings.max_length, len(prompt) + _ROOM)
+            self._ids = torch.empty((1, room), dtype=torch.long, device=device)
             self._ids[0, : len(prompt)] = torch.tensor(list(prompt), device=device)
 
     @property
@@ -49,6 +53,8 @@ class TokenChooser:
     def append(self, token: Tensor) -> None:
         """Note the token ``[1]`` that was chosen, without reading it."""
         assert self._ids is not None
+        if self._length == self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
         self._ids[:, self._length] = token
         self._length += 1
 

@@ -141,6 +141,10 @@ class ModelRunner:
         if self.started and len(self.sinks):
             raise CheckpointRuntimeError(f"cannot {action} within a generate call of the same model")
 
+    def abandon(self) -> None:
+        """In a forked child: whoever held the lock, and whatever it was changing, is gone."""
+        self.lock, self.started, self.engine = TurnLock(), False, None
+
     def refuse_within_step(self) -> None:
         """Raise CheckpointRuntimeError while this thread runs a step."""
         if self.running and self.lock.held:

@@ -67,7 +67,12 @@ class StepLoop:
             self._notify()
 
     def close(self, drain: bool) -> None:
-        """End the thread: once all requests have ended with ``drain``, else at once, each with an error."""
+        """End the thread: once all requests have ended with ``drain``, else at once, each with an error.
+
+        Raises:
+            CheckpointRuntimeError: a step runs in this thread, which the loop's thread could not end before.
+        """
+        self.refuse_within_step("close the engine")
         with self._wake:
             self._draining = True
             if not drain and self._closed is None:
@@ -75,6 +80,20 @@ class StepLoop:
             self._notify()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def refuse_within_step(self, action: str) -> None:
+        """Raise CheckpointRuntimeError in a thread that runs a step: what it waits for could never come."""
+        if self._runner.lock.held:
+            raise CheckpointRuntimeError(
+                f"cannot {action} from within a step of the model (from a processor, criterion or streamer)"
+            )
+
+    def give_up(self) -> None:
+        """Refuse everything from now on, in a process that has no copy of the thread; no lock is taken."""
+        self._closed = CheckpointRuntimeError("it belongs to the process that this one was forked from")
+        self._wake = threading.Condition()
+        self._inbox.clear()
+        self._runner.abandon()
 
     def take_pin(self, handle: Handle) -> Checkpoint:
         """What a finished submission without settings has pinned, once."""

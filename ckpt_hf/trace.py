@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The records are JSON of the right form, but not what any run can have written.
+        print(f"{options.file}: records contradict each other, so the file was damaged ({error!r})", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -164,7 +165,7 @@ def read_trace(path: str | Path) -> Trace:
         CheckpointValueError: ``path`` cannot be read, or is no trace or one of a newer version.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     except OSError as error:
         raise CheckpointValueError(f"path {str(path)!r} cannot be read: {error}") from error
     records = [_parse(line) for line in lines if line.strip()]
@@ -185,7 +186,7 @@ def read_trace(path: str | Path) -> Trace:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
@@ -194,7 +195,9 @@ def _is_event(record: Mapping[str, Any]) -> bool:
     data = record.get("data")
     return (
         isinstance(record.get("t"), (int, float))
-        and record.get("kind") in _FIELDS
+        and math.isfinite(record["t"])
+        and isinstance(record.get("kind"), str)
+        and record["kind"] in _FIELDS
         and isinstance(record.get("step"), int)
         and isinstance(record.get("request"), (int, type(None)))
         and isinstance(data, dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index as index_of
 
 import torch
 from torch import Tensor
@@ -79,8 +80,7 @@ class SegmentTable:
         """
         if num_slots < 0:
             raise ArgumentError(f"num_slots must be at least 0, got {num_slots}")
-        for index, segment in enumerate(segments):
-            _check_segment(index, segment, num_slots)
+        segments = [_checked(index, segment, num_slots) for index, segment in enumerate(segments)]
         depths = _depths(segments)
         _check_races(segments)
         offsets = _phase_offsets(depths)
@@ -149,11 +149,13 @@ class SegmentTable:
         return cls.build(segments, num_slots, device)
 
 
-def _check_segment(index: int, segment: Segment, num_slots: int) -> None:
+def _checked(index: int, segment: Segment, num_slots: int) -> Segment:
+    """``segment`` in Python's integers: sums of narrower ones would wrap."""
     where = f"segments[{index}]"
     for name in ("length", "parent", "source", "destination"):
         if not hasattr(getattr(segment, name, None), "__index__"):
             raise ArgumentError(f"{where}.{name} must be an integer, got {getattr(segment, name, segment)!r}")
+    segment = Segment(*map(index_of, (segment.length, segment.parent, segment.source, segment.destination)))
     if segment.length < 0:
         raise ArgumentError(f"{where}.length must be at least 0, got {segment.length}")
     if not -1 <= segment.parent < index:
@@ -167,6 +169,7 @@ def _check_segment(index: int, segment: Segment, num_slots: int) -> None:
     for name, slot in (("source", segment.source), ("destination", segment.destination)):
         if not -1 <= slot < num_slots:
             raise ArgumentError(f"{where}.{name} must be -1 or a slot from 0 to {num_slots - 1}, got {slot}")
+    return segment
 
 
 def _depths(segments: Sequence[Segment]) -> list[int]:

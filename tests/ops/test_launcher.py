@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_ops
 from ckpt_ops import Segment, SegmentTable, launch, launch_conv, launch_plain, precompile
+from ckpt_ops import launcher as launcher_module
 from ckpt_ops.blocks import Config, choose_config, launch_key
 from ckpt_ops.launcher import Launcher
 from ckpt_ops.testing import make_delta_rule_inputs, make_pool
@@ -23,31 +25,84 @@ GPU = torch.device("cuda", 0)
 OPS = sorted(name for name in ckpt_ops.__all__ if name.endswith(("_prefill", "_decode")))
 
 
+class Compiled:
+    """A compiled form: keeps its launches, and whether they went the way that tells profilers."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.told: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given: self.told.append((grid, given))
+
+    def run(self, *given: Any) -> None:
+        self.launched.append(given)
+
+
 class Kernel:
-    """A kernel that keeps how often it was asked to compile, and its compiled forms' launches."""
+    """A kernel that keeps how often it was asked to compile, and its compiled forms."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
-        self.launched: list[tuple[Any, ...]] = []
+        self.compiled: list[Compiled] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
+        def compile_and_launch(*arguments: Any, **options: Any) -> Compiled:
             self.asked.append((grid, arguments, options))
-            return {GRID: lambda *given: self.launched.append(given)}
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
 
         return compile_and_launch
 
 
-def test_asks_once_for_each_key_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, device = Kernel(), [0]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The current device, and a driver whose streams are 100 and on."""
+    current = [0]
+
+    class Driver:
+        @staticmethod
+        def get_current_stream(index: int) -> int:
+            return 100 + index
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(launcher_module, "driver", SimpleNamespace(active=Driver))
+    return current
+
+
+def test_asks_once_for_each_key_and_device(device: list[int]) -> None:
+    kernel = Kernel()
     launcher = Launcher(kernel)
     for key in ("a", "a", "b", "a"):
         launcher(GRID, key, (1, 2), {"num_warps": 4})
-    assert (len(kernel.asked), kernel.launched) == (2, [(1, 2), (1, 2)])
+    assert len(kernel.asked) == 2
+    launch = (*GRID, 100, "function", "metadata", None, None, None, 1, 2)
+    assert kernel.compiled[0].launched == [launch, launch]
+    assert not kernel.compiled[1].launched
     device[0] = 1
     launcher(GRID, "a", (1, 2), {"num_warps": 4})
     assert len(kernel.asked) == 3
+
+
+def test_tensors_enter_as_pointers_and_nothing_else_changes(device: list[int]) -> None:
+    kernel, x = Kernel(), torch.ones(3)
+    launcher = Launcher(kernel)
+    for _ in range(2):
+        launcher(GRID, "key", (x, None, 0.5), {})
+    assert kernel.asked[0][1][0] is x
+    assert kernel.compiled[0].launched[0][9:] == (x.data_ptr(), None, 0.5)
+
+
+def test_profilers_are_told(device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    launcher(GRID, "key", (7,), {})
+    monkeypatch.setattr(launcher_module, "_is_watched", lambda: True)
+    launcher(GRID, "key", (7,), {})
+    assert kernel.compiled[0].told == [(GRID, (7,))]
+    assert not kernel.compiled[0].launched
 
 
 def test_without_a_key_triton_is_asked_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:

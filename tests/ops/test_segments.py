@@ -34,6 +34,18 @@ def test_contents() -> None:
         assert tensor.data_ptr() % 16 == 0
 
 
+def test_narrow_integers_do_not_wrap() -> None:
+    class Byte(int):
+        """As numpy's: sums stay in 8 bits."""
+
+        def __add__(self, other: int) -> Byte:
+            return Byte((int(self) + int(other)) % 256)
+
+        __radd__ = __add__
+
+    assert build(Segment(Byte(200)), Segment(Byte(200))).cu_seqlens.tolist() == [0, 200, 400]
+
+
 def test_one_phase_and_none_look_like_two() -> None:
     assert build(Segment(1), Segment(2)).phase_offsets == (0, 2, 2)
     empty = build()
