@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,23 @@ class TestCommand:
         path.write_text("hello")
         assert trace.main([str(path)]) == 1
         assert "holds no trace" in capsys.readouterr().err
+
+    def test_records_that_no_run_wrote(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Whatever one field of one record holds, the command says in a line what is wrong, or counts the record."""
+        lines = file.read_text().splitlines()
+        for at in range(1, len(lines)):
+            record = json.loads(lines[at])
+            for name, value in itertools.product(("t", "kind", "step", "request", "data"), ("x", [1], {}, None, 1e400)):
+                broken = json.dumps({**record, name: value})
+                file.write_text("\n".join([*lines[:at], broken, *lines[at + 1 :]]))
+                assert trace.main([str(file), "--no-picture"]) in (0, 1)
+            for name in record["data"]:
+                broken = json.dumps({**record, "data": {**record["data"], name: [{}]}})
+                file.write_text("\n".join([*lines[:at], broken, *lines[at + 1 :]]))
+                assert trace.main([str(file), "--no-picture"]) in (0, 1)
+        capsys.readouterr()
+
+    def test_a_byte_order_mark_and_bottomless_brackets(self, file: Path) -> None:
+        text = file.read_text()
+        file.write_text("\ufeff" + text + "\n" + "[" * 100_000 + "\n", encoding="utf-8")
+        assert trace.main([str(file), "--no-picture"]) == 0
