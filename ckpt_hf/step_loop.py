@@ -168,7 +168,10 @@ class StepLoop:
             return
         identity = self._runner.identity()
         for _ in range(min(_ADMITTED_A_STEP, len(self._inbox))):
-            submission = self._inbox.popleft()
+            try:
+                submission = self._inbox.popleft()
+            except IndexError:  # closed meanwhile, by a thread that does not hold the lock
+                return
             if not submission.handle.done():
                 self._answers.add(submission, identity)
 
