@@ -99,6 +99,13 @@ def launch_key(
     """
     if rows[0].device.type != "cuda":
         return None  # the interpreter compiles nothing
+    return compiled_key(rows, blocks, others, constants)
+
+
+def compiled_key(
+    rows: Sequence[Tensor], blocks: Sequence[Tensor | None], others: Sequence[Tensor | None], constants: Hashable
+) -> Hashable:
+    """:func:`launch_key` of kernels that are never interpreted."""
     if not all(is_aligned(x) and x.stride(0) <= _MAX_STRIDE for x in rows):
         return None
     if any(x is not None and x.data_ptr() % ALIGNMENT for x in blocks):

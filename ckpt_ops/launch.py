@@ -90,17 +90,12 @@ def _prefill(
     config = config_for(q.device, dim_k, dim_v, q.dtype)
     scale = dim_k**-0.5 if scale is None else scale
     hopper = _hopper_launch() if config.hopper else None
-    if hopper is not None and hopper.fits(q.shape[0], segments):
-        with device_guard(q.device):
-            hopper.prefill(q, k, v, g, beta, cu_seqlens, states, sources, destinations, phase_offsets, scale, out)
-        return out
+    batch = (q, k, v, g, beta, cu_seqlens, states, sources, destinations)
     with device_guard(q.device):
-        launch_plain.prefill(
-            *(q, k, v, g, beta, cu_seqlens, states, sources, destinations, parents, phase_offsets),
-            scale=scale,
-            out=out,
-            config=config,
-        )
+        if hopper is not None and hopper.fits(q.shape[0], segments):
+            hopper.prefill(*batch, phase_offsets, scale, out)
+        else:
+            launch_plain.prefill(*batch, parents, phase_offsets, scale, out, config)
     return out
 
 

@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ckpt_ops.blocks import compiled_key
 from ckpt_ops.chunked import CHUNK, MIN_LOG_GATE
 from ckpt_ops.kernels.hopper_chain import hopper_chain_kernel
 from ckpt_ops.kernels.hopper_intra import hopper_intra_kernel
-from ckpt_ops.launcher import ALIGNMENT, Launcher, is_aligned
+from ckpt_ops.launcher import Launcher, is_aligned
 from ckpt_ops.reference import NORM_EPS
 
 BLOCK_V = 64
@@ -49,21 +50,20 @@ def prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Run a packed forest into ``out``, on the current device; arguments as the registered op, and ``sources`` of
-    children are their parents' destinations."""
+    """Run a packed forest into ``out``, on the current device; arguments as the registered op, tokens dense, and
+    ``sources`` of children their parents' destinations."""
     q, k, v = _aligned_rows(q), _aligned_rows(k), _aligned_rows(v)
     (tokens, heads_k, dim_k), (_, heads_v, dim_v) = q.shape, v.shape
     segments = sources.shape[0]
     chunks = tokens // CHUNK + segments
     records = q.new_empty(chunks * heads_v * RECORD)
-    dtypes = (q.dtype, g.dtype, beta.dtype, states.dtype)
-    examined = any(x.data_ptr() % ALIGNMENT for x in (g, beta, cu_seqlens, states, sources, destinations))
     intra_inputs = (q, k, g, beta, cu_seqlens, records, segments)
     intra_numbers = (q.stride(0), k.stride(0), g.stride(0), beta.stride(0), scale)
     intra_constants = (heads_k, heads_v, dim_k, CHUNK, MIN_LOG_GATE, NORM_EPS)
     chain_inputs = (q, k, v, out, cu_seqlens, states, sources, destinations, records)
     chain_numbers = (q.stride(0), k.stride(0), v.stride(0))
     chain_constants = (heads_k, heads_v, dim_k, dim_v, BLOCK_V, CHUNK, STAGES)
+    chain_key = compiled_key((q, k, v), (states, cu_seqlens, sources, destinations), (), chain_constants)
     units = _multiprocessors(q.device)
     items = heads_v * (dim_v // BLOCK_V)
 
@@ -71,13 +71,13 @@ def prefill(
         constants = (*intra_constants, late)
         arguments = (*intra_inputs, first, last, *intra_numbers, *constants)
         options = _LATE_INTRA_OPTIONS if late else _INTRA_OPTIONS
-        _INTRA((heads_v, chunks, 1), None if examined else (dtypes, constants), arguments, options)
+        _INTRA((heads_v, chunks, 1), compiled_key((q, k), (g, beta, cu_seqlens), (), constants), arguments, options)
 
     def chain(first: int, last: int) -> None:
         share = -(-(last - first) * items // units)
         arguments = (*chain_inputs, first, last - first, share, *chain_numbers, *chain_constants)
         programs = -(-(last - first) * items // share)
-        _CHAIN((programs, 1, 1), None if examined else (dtypes, chain_constants), arguments, _CHAIN_OPTIONS)
+        _CHAIN((programs, 1, 1), chain_key, arguments, _CHAIN_OPTIONS)
 
     phases = [(first, last) for first, last in pairwise(phase_offsets) if last > first]
     if len(phases) > 1 and phases[0][1] * items < units and chunks * heads_v > 2 * units:
@@ -93,9 +93,8 @@ def prefill(
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """``x`` itself if its tokens are contiguous and begin at multiples of 16 elements; else a copy that is so."""
-    contiguous = x.stride()[1:] == (x.shape[2], 1)
-    return x if contiguous and is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    """``x``, whose tokens are dense, itself if they begin at multiples of 16 elements; else a copy in which they do."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=64)

@@ -47,7 +47,7 @@ def warmup(
         return
     units = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.no_grad():
-        run_all(heads_k, heads_v, dim_k, dim_v, dtype, state_dtype, conv_width, device, crowd=units + 1)
+        run_all(heads_k, heads_v, dim_k, dim_v, dtype, state_dtype, conv_width, device, crowd=2 * units)
 
 
 def run_all(
@@ -62,7 +62,8 @@ def run_all(
     crowd: int,
 ) -> None:
     """Every op on every kind of batch that has kernels of its own: few segments and ``crowd`` of them, with and without
-    Consumers, gates' parameters in fp32 and in ``dtype``."""
+    Consumers, gates' parameters in fp32 and in ``dtype``. ``crowd``: twice the multiprocessors, from where on the later
+    phases' chunks are launched beside the first walk, even with one value head."""
     sizes = [heads_k * dim_k, heads_k * dim_k, heads_v * dim_v]
     channels = sum(sizes)
     recurrent = torch.zeros(2, heads_v, dim_k, dim_v, dtype=state_dtype, device=device)

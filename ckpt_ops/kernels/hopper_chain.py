@@ -24,8 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Triton 3.7 renamed it.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from ckpt_ops.kernels.hopper_common import async_load
 
 LOADERS = gl.constexpr(128)
 
@@ -271,9 +270,9 @@ def hopper_chain_kernel(
     STAGES: gl.constexpr,
 ):
     """Grid: ``cdiv(items, share)`` with items the segments of the phase times ``H_v`` times ``D_v / BV``, and ``share``
-    of them for each program; ``BV / 16`` warps.
+    of them for each program; 4 warps.
 
-    Arguments as ``chain_kernel``, and D_k 64 or 128, BV 64 or 128, BT 64, half precision, strides in elements multiples
+    Arguments as ``chain_kernel``, and D_k 64 or 128, BV and BT 64, half precision, strides in elements multiples
     of 16, pointers of 16 bytes. ``sources`` of children are their parents' destinations.
     records: for each chunk and value head T, A and the vectors, as ``hopper_intra_kernel`` wrote them.
     """

@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ckpt_ops.kernels.hopper_common import async_load
+
 LOG2_E = gl.constexpr(1.4426950408889634)
-# Triton 3.7 renamed it.
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from ckpt_ops.launcher import Launcher
 
 # Shared memory that one block may have, in bytes.
 LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -83,6 +86,14 @@ class Recorder:
             attributes = {(index,): [["tt.divisibility", 16]] for index in form.divisible}
             kernel = source(self.kernel, dict(form.signature), constants, attributes)
             yield triton.compile(kernel, target=target, options=dict(form.options))
+
+
+def record(monkeypatch: pytest.MonkeyPatch, launchers: dict[str, Launcher]) -> dict[str, Recorder]:
+    """Put a recorder in the place of each launcher's kernel."""
+    found = {name: Recorder(launcher.kernel) for name, launcher in launchers.items()}
+    for name, launcher in launchers.items():
+        monkeypatch.setattr(launcher, "kernel", found[name])
+    return found
 
 
 def check_all_fit(recorder: Recorder, capability: int, source: type[ASTSource] = ASTSource) -> None:

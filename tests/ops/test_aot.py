@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from aot import LIMITS, Recorder, check_all_fit
+from aot import LIMITS, Recorder, check_all_fit, record
 
 from ckpt_ops import Segment, SegmentTable, launch, launch_attention, launch_conv, launch_plain
 from ckpt_ops.blocks import Config, choose_config
@@ -40,11 +40,7 @@ LAUNCHERS = {
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
-    found = {}
-    for name, launcher in LAUNCHERS.items():
-        found[name] = Recorder(launcher.kernel)
-        monkeypatch.setattr(launcher, "kernel", found[name])
-    return found
+    return record(monkeypatch, LAUNCHERS)
 
 
 def use_config_of(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +128,9 @@ def test_compiled_forms_do_not_depend_on_the_batch(
 def test_attention_kernels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, capability: int
 ) -> None:
-    recorders = []
-    for launcher in (launch_attention._SPLIT, launch_attention._COMBINE):
-        recorders.append(Recorder(launcher.kernel))
-        monkeypatch.setattr(launcher, "kernel", recorders[-1])
+    recorders = record(monkeypatch, {"split": launch_attention._SPLIT, "combine": launch_attention._COMBINE})
     query, keys, values = (make_pool(*shape, dtype=dtype) for shape in ((2, heads, dim), *[(64, kv_heads, dim)] * 2))
     table, at = torch.zeros((3, 256), dtype=torch.int32), torch.ones(2, dtype=torch.int64)
     launch_attention.decode_attention(query, keys, values, table, at, at, dim**-0.5)
-    for recorder in recorders:
+    for recorder in recorders.values():
         check_all_fit(recorder, capability)

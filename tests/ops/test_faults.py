@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from aot import Recorder
+from aot import Recorder, record
 from test_aot import LAUNCHERS, run_convolution, run_delta_rule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,11 +29,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
-    found = {}
-    for name, launcher in LAUNCHERS.items():
-        found[name] = Recorder(launcher.kernel)
-        monkeypatch.setattr(launcher, "kernel", found[name])
-    return found
+    return record(monkeypatch, LAUNCHERS)
 
 
 def test_no_kernel_is_autotuned() -> None:
@@ -133,7 +129,7 @@ def test_a_cpu_needs_no_triton() -> None:
 
 CACHE_PROGRAM = """
 import hashlib, torch
-from aot import Recorder
+from aot import Recorder, record
 from ckpt_ops import launch, launch_conv
 launch_conv._DECODE.kernel = recorder = Recorder(launch_conv._DECODE.kernel)
 x, slots = torch.zeros(1, 64), torch.zeros(1, dtype=torch.int32)

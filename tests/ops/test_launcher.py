@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from aot import Recorder
+from aot import Recorder, record
+from test_aot import LAUNCHERS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_ops
-from ckpt_ops import Segment, SegmentTable, launch, launch_conv, launch_plain, precompile
+from ckpt_ops import Segment, SegmentTable, launch, precompile
 from ckpt_ops import launcher as launcher_module
 from ckpt_ops.blocks import Config, choose_config, launch_key
 from ckpt_ops.launcher import Launcher
@@ -207,16 +208,7 @@ def _direct(name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("hopper", [False, True])
 def test_warmup_leaves_nothing_to_compile(monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
     """All forms that a server's steps launch, of few and of many segments, are among those that warmup launched."""
-    recorders = []
-    for launcher in (
-        launch_plain._INTRA,
-        launch_plain._CHAIN,
-        launch._DECODE,
-        launch_conv._PREFILL,
-        launch_conv._DECODE,
-    ):
-        recorders.append(Recorder(launcher.kernel))
-        monkeypatch.setattr(launcher, "kernel", recorders[-1])
+    recorders = list(record(monkeypatch, LAUNCHERS).values())
     if hopper:
         from ckpt_ops import launch_hopper
 
