@@ -148,9 +148,8 @@ def _padding(config: Any, input_ids: Any, mask: Any) -> tuple[int | None, Any]:
 
 
 def _warn_notes(prompts: Sequence[Prompt]) -> None:
-    for note in sorted({note for prompt in prompts for note in prompt.notes}):
-        if "end of the prompt" not in note:
-            warnings.warn(note, CheckpointWarning, stacklevel=5)
+    for note in sorted({note for prompt in prompts for note in prompt.warnings}):
+        warnings.warn(note, CheckpointWarning, stacklevel=5)
 
 
 def _warn_handover(runner: ModelRunner, reason: str, from_checkpoint: bool) -> None:

@@ -80,13 +80,6 @@ CONTENT = KeyScope(b"")
 """Scope of the content alone: equal for all models and callers. Tells why one was missed, never a way to share."""
 
 
-def checkpoint_keys(
-    token_ids: Sequence[int], boundaries: Sequence[int], identity: bytes, salt: str, media: Media = ()
-) -> tuple[bytes, ...]:
-    """Digests of the prefixes of ``token_ids`` that end at ``boundaries``; see :meth:`KeyScope.keys`."""
-    return KeyScope(identity, salt).keys(token_ids, boundaries, media)
-
-
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as bytes, 8 each: equal prefixes of prompts are equal prefixes of bytes."""
     return array("q", token_ids).tobytes()

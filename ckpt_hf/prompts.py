@@ -39,6 +39,11 @@ class Prompt:
     boundaries: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of ``notes`` that the caller should hear of: a marker at the very end does what it says."""
+        return tuple(note for note in self.notes if "end of the prompt" not in note)
+
 
 def read_prompts(
     input_ids: Tensor,

@@ -109,11 +109,6 @@ class Request:
             self._packed = pack_tokens(self.token_ids[:stop])
         return self._packed[:size]
 
-    def describe(self) -> str:
-        """Where it is, for error messages."""
-        where = f"at position {self.position} of {len(self.token_ids)} tokens"
-        return f"request {self.request_id} is {self.status.value} {where}"
-
     def retention(self, boundary: int) -> Retention:
         """How long the checkpoint at ``boundary`` is to stay."""
         if boundary in self.ephemeral:

@@ -62,9 +62,8 @@ class PromptReader:
         else:
             read = read_prompt(self._ids(prompt), self._marker, checkpoint_positions)
         check_prompts(self._config, [read.token_ids])
-        for note in read.notes:
-            if "end of the prompt" not in note:
-                warnings.warn(note, CheckpointWarning, stacklevel=4)
+        for note in read.warnings:
+            warnings.warn(note, CheckpointWarning, stacklevel=4)
         return read
 
     def rows(self, prompts: Any) -> Iterator[Any]:

@@ -78,6 +78,16 @@ def patched_model(
     assert_no_leaks(model)
 
 
+@contextlib.contextmanager
+def serving(model: Any) -> Iterator[ckpt_hf.Engine]:
+    """An engine on a patched model that nothing is left of, and a check at the end that nothing leaked."""
+    ckpt_hf.clear(model)
+    ckpt_hf.reset_stats(model)
+    with ckpt_hf.Engine(model) as running:
+        yield running
+    assert_no_leaks(model)
+
+
 def assert_no_leaks(model: Any) -> None:
     """No request is left, and every slot and key/value row belongs to a checkpoint that is ready, or is free."""
     runner = runner_of(model)

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_hf.admission import AdmissionLimits
 from ckpt_hf.events import FIELDS, Event, short_key
 from ckpt_hf.index import Checkpoint, CheckpointIndex, CheckpointLimits, CheckpointStatus
-from ckpt_hf.keys import CONTENT, KeyScope, checkpoint_keys
+from ckpt_hf.keys import CONTENT, KeyScope
 from ckpt_hf.kv import KVRows, KVSegment
 from ckpt_hf.plan import Piece, StepPlan
 from ckpt_hf.requests import Request, RequestStatus
@@ -26,6 +26,13 @@ from .plan_checks import check_isolation, check_plan
 BYTES_PER_SLOT, BYTES_PER_TOKEN, BYTES_OF_LOGITS = 1000, 10, 100
 WAITS = (RequestStatus.WAITING, RequestStatus.DEFERRED)
 GARBAGE = -1
+
+
+def checkpoint_keys(
+    token_ids: Sequence[int], boundaries: Sequence[int], identity: bytes, salt: str
+) -> tuple[bytes, ...]:
+    """Keys of a prompt's boundaries."""
+    return KeyScope(identity, salt).keys(token_ids, boundaries)
 
 
 class _WatchedSlots(SlotAllocator):

@@ -19,12 +19,12 @@ from ckpt_hf import CheckpointRuntimeError, CheckpointValueError, Engine, Handle
 from .models import (
     KINDS,
     alone,
-    assert_no_leaks,
     generate,
     new_tokens,
     patched_model,
     plain_model,
     random_ids,
+    serving,
     shared_prompts,
 )
 from .tokenizers import build_bpe
@@ -40,11 +40,8 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture
 def engine(model: Any) -> Iterator[Engine]:
-    ckpt_hf.clear(model)
-    ckpt_hf.reset_stats(model)
-    with Engine(model) as running:
+    with serving(model) as running:
         yield running
-    assert_no_leaks(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ import ckpt_hf
 from ckpt_hf import CheckpointRuntimeError, Engine, GenerationOutput
 from ckpt_hf.runner import runner_of
 
-from .models import alone, assert_no_leaks, patched_model, place_markers, plain_model, random_ids
+from .models import alone, patched_model, place_markers, plain_model, random_ids, serving
 from .tokenizers import build_bpe
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -28,11 +28,8 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture
 def engine(model: Any) -> Iterator[Engine]:
-    ckpt_hf.clear(model)
-    ckpt_hf.reset_stats(model)
-    with Engine(model) as running:
+    with serving(model) as running:
         yield running
-    assert_no_leaks(model)
 
 
 def converse(engine: Engine, **options: Any) -> list[GenerationOutput]:

@@ -23,6 +23,7 @@ from .models import (
     patched_model,
     plain_model,
     random_ids,
+    serving,
     shared_prompts,
 )
 
@@ -39,10 +40,8 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture
 def engine(model: Any) -> Iterator[Engine]:
-    ckpt_hf.clear(model)
-    with Engine(model) as running:
+    with serving(model) as running:
         yield running
-    assert_no_leaks(model)
 
 
 def submit_all(engine: Engine, **settings: Any) -> list[Handle]:

@@ -7,7 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt_hf.errors import CheckpointValueError
-from ckpt_hf.keys import DIGEST_BYTES, KeyScope, checkpoint_keys
+from ckpt_hf.keys import DIGEST_BYTES, KeyScope
+
+from .simulation import checkpoint_keys
 
 ids = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**40)), min_size=1, max_size=80)
 identities = st.binary(max_size=6)
