@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -54,24 +55,26 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: new tokens by prompt, seconds until all were there, seconds until each prompt's first token."""
+    """One run: new tokens by prompt, seconds until all were there, until each prompt's first token, and from one token
+    of a prompt to its next."""
 
     tokens: list[list[int]]
     seconds: float
     first: list[float]
+    gaps: list[float]
 
 
-class _FirstToken(StoppingCriteria):
-    """Notes when the first token of a call was chosen; stops nothing."""
+class _TokenTimes(StoppingCriteria):
+    """Notes when each token of a call was chosen; stops nothing. Its wait for the device adds nothing: ``generate``
+    itself reads after each token whether all rows have ended."""
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self.at is None:
-            if input_ids.is_cuda:
-                torch.cuda.synchronize()
-            self.at = time.perf_counter()
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -79,10 +82,11 @@ def generate_batches(model: Any, batches: list[list[list[int]]], new_tokens: int
     """``generate`` for one batch after the other; with ``prefix`` so many tokens of each batch are run once by hand."""
     tokens: list[list[int]] = []
     first: list[float] = []
+    gaps: list[float] = []
     start = time.perf_counter()
     for rows in batches:
         ids = torch.tensor(rows, device=model.device)
-        note = _FirstToken()
+        note = _TokenTimes()
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         if prefix is not None:
             cache = DynamicCache(config=model.config)
@@ -92,9 +96,9 @@ def generate_batches(model: Any, batches: list[list[list[int]]], new_tokens: int
             options["cache"] = cache
         out = model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[note], **options)
         tokens += out[:, ids.shape[1] :].tolist()
-        assert note.at is not None
-        first += [note.at - start] * len(rows)
-    return Outcome(tokens, time.perf_counter() - start, first)
+        first += [note.times[0] - start] * len(rows)
+        gaps += [after - before for before, after in pairwise(note.times)]
+    return Outcome(tokens, time.perf_counter() - start, first, gaps)
 
 
 def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | None, new_tokens: int) -> Outcome:
@@ -107,7 +111,10 @@ def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | No
     outputs = [handle.result() for handle in handles]
     seconds = time.perf_counter() - start
     return Outcome(
-        [output.generated_tokens for output in outputs], seconds, [output.timestamps[0] - start for output in outputs]
+        [output.generated_tokens for output in outputs],
+        seconds,
+        [output.timestamps[0] - start for output in outputs],
+        [after - before for output in outputs for before, after in pairwise(output.timestamps)],
     )
 
 
@@ -168,10 +175,12 @@ def _time(
 
 def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float]:
     first = [sorted(outcome.first) for outcome in outcomes]
+    gaps = [statistics.median(outcome.gaps) for outcome in outcomes if outcome.gaps]
     return {
         "requests_per_s": statistics.median(len(o.tokens) / o.seconds for o in outcomes),
         "first_token_median_ms": 1e3 * statistics.median(times[len(times) // 2] for times in first),
         "first_token_p90_ms": 1e3 * statistics.median(times[len(times) * 9 // 10] for times in first),
+        "next_token_median_ms": 1e3 * statistics.median(gaps) if gaps else 0.0,
         "equal_answers": equal,
     }
 
