@@ -37,6 +37,13 @@ def fresh_zero():
 
 
 @gluon.jit
+def keep(x):
+    """``x``, used where the compiler sees it: Triton 3.6 forgets to carry on, from one turn of a loop to the next, values
+    that enter nothing but the bounds of a loop inside."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def locate(item, first_segment, segments, SLICES: gl.constexpr):
     """Segment, value head and slice of ``D_v`` of an item; segments vary fastest, as they may share a start state."""
     rest = item // segments
@@ -77,7 +84,7 @@ def load_group(
         q_at = q + token * q_stride + (head // (HV // HK)) * DK
         k_at = k + token * k_stride + (head // (HV // HK)) * DK
         v_at = v + token * v_stride + head * DV + part * BV
-        length = end - start
+        length = keep(end - start)
         wanted = slot
         if (item % segments == 0) | (wanted != there):
             mbarrier.wait(state_empty, (turn & 1) ^ 1)
@@ -124,8 +131,7 @@ def load_group(
 def walk_group(
     cu_seqlens, sources, first_segment, segments, first_item, last_item,
     key_tiles, value_tiles, inverse_tiles, vector_tiles, state_tile, rounded_tile, update_tile, final_tile,
-    full, empty, state_full, state_empty, inner_full, inner_empty, final_full,
-    final_empty,
+    full, empty, state_full, state_empty, inner_full, inner_empty, final_full, final_empty,
     HV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BV: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry each item's state through its chunks."""
@@ -147,7 +153,7 @@ def walk_group(
     end = gl.load(cu_seqlens + segment + 1)
     slot = gl.load(sources + segment)
     for item in range(first_item, last_item):
-        length = end - start
+        length = keep(end - start)
         wanted = slot
         segment, _head, _part = locate(gl.minimum(item + 1, last_item - 1), first_segment, segments, SLICES)
         start = gl.load(cu_seqlens + segment)
@@ -318,8 +324,8 @@ def hopper_chain_kernel(
                 (
                     cu_seqlens, sources, first_segment, segments, first_item, last_item, key_tiles, value_tiles,
                     inverse_tiles, vector_tiles, state_tile, rounded_tile, update_tile, final_tile, full, empty,
-                    state_full, state_empty, inner_full, inner_empty, final_full,
-                    final_empty, HV, DK, DV, BV, BT, STAGES,
+                    state_full, state_empty, inner_full, inner_empty, final_full, final_empty, HV, DK, DV, BV, BT,
+                    STAGES,
                 ),
             ),
             (
