@@ -38,8 +38,8 @@ def fresh_zero():
 
 @gluon.jit
 def keep(x):
-    """``x``, used where the compiler sees it: Triton 3.6 forgets to carry on, from one turn of a loop to the next, values
-    that enter nothing but the bounds of a loop inside."""
+    """``x``, used in a way that the compiler sees: Triton 3.6 does not carry values on from one turn of a loop to the
+    next that enter nothing but the bounds of a loop inside."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 

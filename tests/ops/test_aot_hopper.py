@@ -6,9 +6,10 @@ Their module is imported here and by a launch on such a device, and nowhere else
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +66,40 @@ def gluon() -> Any:
 @pytest.mark.parametrize(("dim_k", "dtype", "states", "group"), CHAINS, ids=str)
 def test_chain(launch: Launch, dim_k: int, dtype: torch.dtype, states: torch.dtype, group: int) -> None:
     check_all_fit(launch(dim_k, dtype, group, states, consumers=2)["_CHAIN"], 90, gluon())
+
+
+def test_each_item_of_a_walk_has_a_length_of_its_own(launch: Launch) -> None:
+    """Triton 3.6 let the walk take the first item's, which equal lengths do not show, and others wait for ever."""
+    (binary,) = launch(128, BF16, 2, F32, consumers=2)["_CHAIN"].compile(90, gluon())
+    bounds = list(inner_bounds(str(binary.asm["ttgir"])))
+    assert len(bounds) == 3, "the chunks of an item are walked by three groups of warps"
+    assert all(defined_inside for defined_inside in bounds)
+
+
+def inner_bounds(ir: str) -> Iterator[bool]:
+    """For each loop within a loop: whether all that its bound is made of is carried or computed by the outer loop."""
+    loops: list[int] = []
+    inside: set[str] = set()
+    operands: dict[str, list[str]] = {}
+    depth = 0
+    for line in ir.splitlines():
+        loop = re.search(r"scf\.for %\w+ = \S+ to (%\w+)", line)
+        if loop and loops:
+            bound = operands[loop[1]]
+            while len(bound) == 1:  # passed through an assembly instruction
+                bound = operands[bound[0]]
+            yield inside.issuperset(bound)
+        defined = re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line)
+        if defined:
+            operands[defined[1]] = re.findall(r"%\w+", defined[2].split(" loc(")[0])
+            inside |= {defined[1]} if loops else set()
+        if loop:
+            loops.append(depth)
+            inside |= set(re.findall(r"(%\w+) = ", line.partition("iter_args(")[2]))
+        depth += line.count("{") - line.count("}")
+        if loops and depth <= loops[-1]:
+            loops.pop()
+            inside = inside if loops else set()
 
 
 @pytest.mark.parametrize("consumers", [2, 140], ids=["in one launch", "in two"])
