@@ -78,6 +78,8 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
 
 def dense_rows(x: Tensor) -> Tensor:
     """``x`` itself when each token's values lie dense, as in a slice of a projection; else a copy."""
+    if x.is_contiguous():
+        return x
     expected = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size != 1 and stride != expected:

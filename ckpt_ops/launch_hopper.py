@@ -57,27 +57,28 @@ def prefill(
     segments = sources.shape[0]
     chunks = tokens // CHUNK + segments
     records = q.new_empty(chunks * heads_v * RECORD)
-    intra_inputs = (q, k, g, beta, cu_seqlens, records, segments)
-    intra_numbers = (q.stride(0), k.stride(0), g.stride(0), beta.stride(0), scale)
-    intra_constants = (heads_k, heads_v, dim_k, CHUNK, MIN_LOG_GATE, NORM_EPS)
+    intra_inputs = (q, k, g, beta, cu_seqlens, records)
     chain_inputs = (q, k, v, out, cu_seqlens, states, sources, destinations, records)
-    chain_numbers = (q.stride(0), k.stride(0), v.stride(0))
+    intra_pointers, chain_pointers = _pointers(intra_inputs), _pointers(chain_inputs)
+    intra_strides = (q.stride(0), k.stride(0), g.stride(0), beta.stride(0), scale)
+    chain_strides = (q.stride(0), k.stride(0), v.stride(0))
+    intra_constants = (heads_k, heads_v, dim_k, CHUNK, MIN_LOG_GATE, NORM_EPS)
     chain_constants = (heads_k, heads_v, dim_k, dim_v, BLOCK_V, CHUNK, STAGES)
-    chain_key = compiled_key((q, k, v), (states, cu_seqlens, sources, destinations), (), chain_constants)
+    key = compiled_key((q, k, v), (states, cu_seqlens, sources, destinations), (g, beta), chain_constants)
+    late_key = None if key is None else (key, "late")
     units = _multiprocessors(q.device)
     items = heads_v * (dim_v // BLOCK_V)
 
     def intra(first: int, last: int, late: bool) -> None:
-        constants = (*intra_constants, late)
-        arguments = (*intra_inputs, first, last, *intra_numbers, *constants)
+        arguments = (*intra_inputs, segments, first, last, *intra_strides, *intra_constants, late)
         options = _LATE_INTRA_OPTIONS if late else _INTRA_OPTIONS
-        _INTRA((heads_v, chunks, 1), compiled_key((q, k), (g, beta, cu_seqlens), (), constants), arguments, options)
+        _INTRA((heads_v, chunks, 1), late_key if late else key, arguments, options, intra_pointers)
 
     def chain(first: int, last: int) -> None:
         share = -(-(last - first) * items // units)
-        arguments = (*chain_inputs, first, last - first, share, *chain_numbers, *chain_constants)
+        arguments = (*chain_inputs, first, last - first, share, *chain_strides, *chain_constants)
         programs = -(-(last - first) * items // share)
-        _CHAIN((programs, 1, 1), chain_key, arguments, _CHAIN_OPTIONS)
+        _CHAIN((programs, 1, 1), key, arguments, _CHAIN_OPTIONS, chain_pointers)
 
     phases = [(first, last) for first, last in pairwise(phase_offsets) if last > first]
     if len(phases) > 1 and phases[0][1] * items < units and chunks * heads_v > 2 * units:
@@ -90,6 +91,10 @@ def prefill(
         chain(*phases[0])
     for phase in phases[1:]:
         chain(*phase)
+
+
+def _pointers(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple([x.data_ptr() for x in tensors])
 
 
 def _aligned_rows(x: Tensor) -> Tensor:

@@ -36,7 +36,12 @@ class Launcher:
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(
-        self, grid: tuple[int, int, int], key: Hashable, arguments: tuple[Any, ...], options: dict[str, Any]
+        self,
+        grid: tuple[int, int, int],
+        key: Hashable,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        pointers: tuple[int, ...] = (),
     ) -> None:
         """Launch on the current device.
 
@@ -45,6 +50,7 @@ class Launcher:
             key: all that the compiled form depends on beside the device: dtypes and constants. None: ask Triton.
             arguments: all of the kernel's, in order, constants included.
             options: number of warps and the like, determined by ``key``.
+            pointers: of all tensors, which are the first arguments; for callers that launch with them more than once.
         """
         if key is None:
             self.kernel[grid](*arguments, **options)
@@ -54,15 +60,22 @@ class Launcher:
         if compiled is None:
             self._compiled[device, key] = self.kernel[grid](*arguments, **options)
             return
-        pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+        if pointers:
+            values = (*pointers, *arguments[len(pointers) :])
+        else:
+            values = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in arguments])
         if _is_watched():
-            compiled[grid](*pointers)
+            compiled[grid](*values)
             return
         stream = driver.active.get_current_stream(device)
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers)
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 def _is_watched() -> bool:
     """Whether a profiler has asked Triton to be told of launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return _calls_any(before) or _calls_any(after)
+
+
+def _calls_any(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))

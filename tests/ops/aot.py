@@ -46,8 +46,17 @@ class Recorder:
         assert len(grid) == 3
         return lambda *args, **options: self.launches.append((args, options))
 
-    def __call__(self, grid: tuple[int, int, int], key: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        key: object,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        pointers: tuple[int, ...] = (),
+    ) -> None:
         assert key is not None
+        tensors = [value.data_ptr() for value in args if isinstance(value, torch.Tensor)]
+        assert not pointers or list(pointers) == tensors, "pointers are those of all tensors, which come first"
         self[grid](*args, **options)
 
     def forms(self) -> dict[Form, int]:

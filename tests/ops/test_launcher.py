@@ -96,6 +96,15 @@ def test_tensors_enter_as_pointers_and_nothing_else_changes(device: list[int]) -
     assert kernel.compiled[0].launched[0][9:] == (x.data_ptr(), None, 0.5)
 
 
+def test_pointers_that_the_caller_has_are_not_asked_for_again(device: list[int]) -> None:
+    kernel, x, y = Kernel(), torch.ones(3), torch.ones(3)
+    launcher = Launcher(kernel)
+    for _ in range(2):
+        launcher(GRID, "key", (x, y, 7), {}, (11, 12))
+    assert kernel.asked[0][1] == (x, y, 7)
+    assert kernel.compiled[0].launched[0][9:] == (11, 12, 7)
+
+
 def test_profilers_are_told(device: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     launcher = Launcher(kernel)
