@@ -3,7 +3,8 @@
 Arms, each over the same prompts, all there at once: unpatched ``generate`` with all rows in one left-padded batch; one
 call a prompt; each anchor's prefix run once by hand and its cache fanned out; the engine with nothing cached before;
 the engine with the prefixes cached by an earlier run. With nothing shared: the engine with a boundary in each prompt
-against the engine without. Before anything is timed, each arm's answers are compared with those of one call a prompt.
+against the engine without. Before an arm is timed, its answers are compared with those of one call a prompt, for some
+of the prompts.
 
     python -m benchmarks.engine_load --device cuda
 
@@ -118,9 +119,9 @@ def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | No
     )
 
 
-def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterator[dict[str, Any]]:
+def measure(model: Any, load: Load, new_tokens: int, repetitions: int, singles: int) -> Iterator[dict[str, Any]]:
     """One row an arm, as soon as it is known: medians over ``repetitions`` runs, and how many answers equal one call a
-    prompt's. One call a prompt runs once.
+    prompt's. One call a prompt runs once, for ``singles`` prompts.
     """
     shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
 
@@ -130,15 +131,11 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterat
 
     rows = load.rows(model.config.vocab_size)
     groups = [rows[i : i + load.consumers] for i in range(0, len(rows), load.consumers)]
-    generate_batches(model, groups[:1], new_tokens, None)
-    one_by_one = generate_batches(model, [[row] for row in rows], new_tokens, None)  # far too slow to repeat
-    expected = one_by_one.tokens
+    single = range(0, len(rows), max(1, len(rows) // singles))
+    generate_batches(model, [rows[:1]], new_tokens, None)
+    one_by_one = generate_batches(model, [[rows[i]] for i in single], new_tokens, None)
+    expected = dict(zip(single, one_by_one.tokens, strict=True))
     yield from labelled({"unpatched, one by one": _figures([one_by_one], 1.0)})
-    plain: dict[str, Callable[[], Outcome]] = {
-        "unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None),
-        "prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix),
-    }
-    yield from labelled(_time(plain, expected, repetitions))
     apart = load.rows(model.config.vocab_size, shared=False)
     # The keys of all prompts fit, so that what is measured is not how fast an evicted prefix is computed again.
     with ckpt_hf.Engine(model, cache_slots=2 * len(rows)) as engine:
@@ -150,22 +147,34 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterat
         yield from labelled(_time({"engine, cold": lambda: cold(rows, load.prefix)}, expected, repetitions))
         warm = {"engine, warm": lambda: run_engine(engine, rows, load.prefix, new_tokens)}
         yield from labelled(_time(warm, expected, repetitions))
-        alone = cold(apart, None).tokens
+        alone = dict(enumerate(cold(apart, None).tokens))
         free: dict[str, Callable[[], Outcome]] = {
             "nothing shared, no boundaries": lambda: cold(apart, None),
             "nothing shared, boundaries": lambda: cold(apart, load.prefix),
         }
         yield from labelled(_time(free, alone, repetitions))
+    plain: dict[str, Callable[[], Outcome]] = {
+        "prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix),
+        "unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None),
+    }
+    for name, arm in plain.items():
+        yield from labelled(_time({name: arm}, expected, repetitions))
 
 
 def _time(
-    arms: dict[str, Callable[[], Outcome]], expected: list[list[int]], repetitions: int
+    arms: dict[str, Callable[[], Outcome]], expected: dict[int, list[int]], repetitions: int
 ) -> dict[str, dict[str, float]]:
-    """Figures of each arm; the arms take turns, so that what else the machine does hits them alike."""
+    """Figures of each arm; the arms take turns, so that what else the machine does hits them alike.
+
+    Args:
+        arms: what to run.
+        expected: right answers of some prompts, by index.
+        repetitions: timed runs of each arm, after one that is compared and not timed.
+    """
     equal = {}
     for name, arm in arms.items():
         tokens = arm().tokens
-        equal[name] = sum(a == b for a, b in zip(tokens, expected, strict=True)) / len(expected)
+        equal[name] = sum(tokens[i] == answer for i, answer in expected.items()) / len(expected)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
     for _ in range(repetitions):
         for name, arm in arms.items():
@@ -199,6 +208,7 @@ def main() -> None:
     parser.add_argument("--loads", default=None, help="anchors x prefix x consumers x suffix, comma-separated")
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--singles", type=int, default=8, help="how many prompts are also run one by one")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -207,7 +217,7 @@ def main() -> None:
     for text in (args.loads or (_GPU_LOADS if on_gpu else _CPU_LOADS)).split(","):
         load = Load(*map(int, text.split("x")))
         for new_tokens in args.new_tokens:
-            for row in measure(model, load, new_tokens, args.repetitions):
+            for row in measure(model, load, new_tokens, args.repetitions, args.singles):
                 print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
