@@ -154,6 +154,10 @@ class SettingsReader:
 
     def _prepare(self, config: GenerationConfig | None, overrides: Mapping[str, Any]) -> GenerationConfig:
         prepared, unknown = self._model._prepare_generation_config(config, **overrides)
+        # First: transformers names some of these also as unknown.
+        unsupported = unsupported_setting(prepared) or ("is_assistant is set" if prepared.is_assistant else None)
+        if unsupported is not None:
+            raise CheckpointValueError(f"generation_config is not for an engine: {unsupported}")
         if unknown:
             raise CheckpointValueError(f"{sorted(unknown)} are no generation settings; see GenerationConfig")
         mode = prepared.get_generation_mode(None)
@@ -161,9 +165,6 @@ class SettingsReader:
             raise CheckpointValueError(
                 f"generation_config asks for {mode.value}; an engine runs greedy search and sampling"
             )
-        unsupported = unsupported_setting(prepared) or ("is_assistant is set" if prepared.is_assistant else None)
-        if unsupported is not None:
-            raise CheckpointValueError(f"generation_config is not for an engine: {unsupported}")
         if (prepared.num_return_sequences or 1) != 1:
             raise CheckpointValueError("generation_config.num_return_sequences must be 1; submit the prompt repeatedly")
         self._model._prepare_special_tokens(prepared, True, device=self._model.device, batch_size=1)

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 _OPS = """
-errors segments checks reference chunked shortconv
+errors readings segments checks reference chunked shortconv
 kernels kernels.common kernels.gates kernels.conv kernels.intra kernels.chain kernels.decode kernels.attention
 kernels.hopper_common kernels.hopper_intra kernels.hopper_chain
 launcher blocks launch_conv launch_plain launch_hopper launch_attention launch attention schema api api_conv precompile
