@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from rich.console import Console
 
@@ -38,7 +38,8 @@ def advise(
     Boundaries that prompts have already (markers) are counted, and are advised only where they pay.
 
     Args:
-        prompts: texts or sequences of token ids, in any order.
+        prompts: texts or sequences of token ids, in any order; or a batch of a tokenizer or of :func:`ckpt_hf.encode`,
+            whose pads are left out.
         tokenizer: needed for texts; for ids it only shows text.
         model: a model or its configuration, for the bytes that a checkpoint costs; without it none are told.
         salts: the caller of each prompt; prompts of different callers share nothing. None: one caller.
@@ -54,12 +55,15 @@ def advise(
         CheckpointValueError: no prompts, an empty one, text without a tokenizer, or arguments that do not fit together.
     """
     log = read_log(prompts, tokenizer)
-    if salts is not None and len(salts) != len(log):
-        raise CheckpointValueError(f"salts must have one value for each of the {len(log)} prompts, got {len(salts)}")
+    _check_salts(salts, len(log))
     if cache_bytes is not None and model is None:
         raise CheckpointValueError("cache_bytes needs a model or its configuration, to know what a checkpoint takes")
-    if min_saved < 1:
-        raise CheckpointValueError(f"min_saved must be at least 1, got {min_saved}")
+    for name, value, least in (
+        ("min_saved", min_saved, 1),
+        ("cache_bytes", 0 if cache_bytes is None else cache_bytes, 0),
+    ):
+        if not isinstance(value, SupportsIndex) or isinstance(value, bool) or value.__index__() < least:
+            raise CheckpointValueError(f"{name} must be an int of at least {least}, got {value!r}")
     size = checkpoint_bytes(model) if model is not None else None
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for i in range(len(log)):
@@ -73,6 +77,15 @@ def advise(
     if not quiet:
         (console or Console()).print(advice)
     return advice
+
+
+def _check_salts(salts: Any, count: int) -> None:
+    if salts is None:
+        return
+    if isinstance(salts, str) or not isinstance(salts, Sequence) or not all(isinstance(salt, str) for salt in salts):
+        raise CheckpointValueError(f"salts must be a sequence of str or None, got {salts!r}")
+    if len(salts) != count:
+        raise CheckpointValueError(f"salts must have one value for each of the {count} prompts, got {len(salts)}")
 
 
 def _fit(forest: list[_Group], size: CheckpointBytes, min_saved: int, limit: int) -> None:

@@ -110,7 +110,8 @@ class Engine:
         Args:
             prompt: text (with a tokenizer), token ids (a sequence, or a tensor ``[L]`` or ``[1, L]``), with or without
                 markers, or a :class:`ckpt_hf.prompts.Prompt`.
-            generation_config, settings: as ``generate`` takes them; greedy search and sampling.
+            generation_config, settings: as ``generate`` takes them; greedy search and sampling, without those that
+                ``generate`` leaves to transformers' own loop (a static cache, say). An answer is tokens alone.
             salt: callers with different salts never share a checkpoint.
             priority: larger ones run first.
             checkpoint_positions: boundaries as data, numbers of tokens before each.
@@ -127,7 +128,7 @@ class Engine:
         """
         text = check_options(salt, priority, seed)
         read = self._prompts.read(prompt, checkpoint_positions)
-        extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn)
+        extras = Extras.read(logits_processor, stopping_criteria, prefix_allowed_tokens_fn)
         chosen = self._settings.read(read.token_ids, generation_config, settings, extras)
         if seed is None and chosen.do_sample:
             seed = int(torch.randint(2**62, ()))

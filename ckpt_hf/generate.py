@@ -18,7 +18,7 @@ from .handover import cache_from_checkpoint, check_aligned_arguments, reason_for
 from .prompt_checks import check_prompts
 from .prompts import InteriorPaddingError, Prompt, pad_prompts, read_prompts
 from .runner import ModelRunner, runner_of
-from .sampling import MarkerSuppressor, PackedCall, sample_packed
+from .sampling import PackedCall, marker_suppressors, sample_packed
 
 _PACKED_MODE = GenerationMode.GREEDY_SEARCH
 _POSITIONAL = tuple(inspect.signature(GenerationMixin.generate).parameters)[3:-1]
@@ -164,8 +164,7 @@ def _warn_handover(runner: ModelRunner, reason: str, from_checkpoint: bool) -> N
 
 def _without_marker(model: Any, runner: ModelRunner, processors: Any) -> LogitsProcessorList:
     processors = LogitsProcessorList(processors or [])
-    if runner.marker is not None and runner.marker < model.config.vocab_size:
-        processors.append(MarkerSuppressor(runner.marker))
+    processors.extend(marker_suppressors(runner.marker, model.config.vocab_size))
     return processors
 
 

@@ -38,6 +38,20 @@ def reason_for_handover(
     for name in _CACHE_ARGUMENTS:
         if model_kwargs.get(name) is not None:
             return f"{name} is given"
+    if (unsupported := unsupported_setting(config)) is not None:
+        return unsupported
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on"
+    if model.training:
+        return "the model is in training mode"
+    for name, value in model_kwargs.items():
+        if name not in _UNDERSTOOD_ARGUMENTS and value is not None:
+            return f"{name} is given"
+    return None
+
+
+def unsupported_setting(config: Any) -> str | None:
+    """The setting of a prepared generation configuration that packed steps cannot serve, in a user's words."""
     if not config.use_cache:
         return "use_cache is False"
     if config.cache_implementation not in (None, "dynamic"):
@@ -47,13 +61,6 @@ def reason_for_handover(
             return f"{name} is set"
     if (config.guidance_scale or 1) != 1:
         return "guidance_scale is set"
-    if torch.is_autocast_enabled(model.device.type):
-        return "autocast is on"
-    if model.training:
-        return "the model is in training mode"
-    for name, value in model_kwargs.items():
-        if name not in _UNDERSTOOD_ARGUMENTS and value is not None:
-            return f"{name} is given"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
-from .errors import CheckpointValueError
-from .sampling import MarkerSuppressor
+from .errors import CheckpointError, CheckpointValueError
+from .handover import unsupported_setting
+from .sampling import MarkerSuppressor, marker_suppressors
+from .setting_checks import callables, check_settings, equality_key, optional_callable
 
 _ROWWISE_PROCESSORS = (
     TemperatureLogitsWarper,
@@ -41,7 +43,6 @@ _ROWWISE_PROCESSORS = (
 )
 """transformers' processors that treat each row of scores by itself and never look at the tokens before."""
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_UNSUPPORTED = ("output_attentions", "output_hidden_states", "token_healing", "is_assistant")
 _CACHED_SETTINGS = 256
 
 
@@ -74,6 +75,19 @@ class Extras:
     stopping_criteria: Sequence[Any] = ()
     prefix_allowed_tokens_fn: Callable[..., Any] | None = None
 
+    @classmethod
+    def read(cls, logits_processor: Any, stopping_criteria: Any, prefix_allowed_tokens_fn: Any) -> Extras:
+        """Check them.
+
+        Raises:
+            CheckpointValueError: one is of another kind than ``generate`` takes.
+        """
+        return cls(
+            callables("logits_processor", logits_processor),
+            callables("stopping_criteria", stopping_criteria),
+            optional_callable("prefix_allowed_tokens_fn", prefix_allowed_tokens_fn),
+        )
+
     def __bool__(self) -> bool:
         return bool(self.logits_processor or self.stopping_criteria or self.prefix_allowed_tokens_fn)
 
@@ -90,8 +104,8 @@ class SettingsReader:
     def __init__(self, model: Any, tokenizer: Any, marker: int | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._marker = marker if marker is not None and marker < model.config.vocab_size else None
-        self._prepared: dict[str, tuple[GenerationConfig, RequestSettings | None]] = {}
+        self._marker = marker
+        self._prepared: dict[Hashable, tuple[GenerationConfig, RequestSettings | None]] = {}
 
     def read(
         self, prompt: Sequence[int], config: GenerationConfig | None, overrides: Mapping[str, Any], extras: Extras
@@ -106,10 +120,26 @@ class SettingsReader:
             raise CheckpointValueError(
                 f"generation_config must be a GenerationConfig or None, got {type(config).__name__}"
             )
-        defaults = self._model.generation_config
-        given = "" if config is None else repr(config.__dict__)
-        fingerprint = f"{given}|{defaults.__dict__!r}|{overrides!r}"
-        prepared, shared = self._prepared.get(fingerprint, (None, None))
+        given = {} if config is None else config.__dict__
+        check_settings({**given, **overrides})
+        try:
+            return self._read(prompt, config, overrides, extras, given)
+        except CheckpointError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Nothing of the caller's has been called: it is transformers that cannot do with a setting.
+            raise CheckpointValueError(f"generation_config or a setting is wrong: {error}") from error
+
+    def _read(
+        self,
+        prompt: Sequence[int],
+        config: GenerationConfig | None,
+        overrides: Mapping[str, Any],
+        extras: Extras,
+        given: dict[str, Any],
+    ) -> RequestSettings:
+        key = equality_key([given, self._model.generation_config.__dict__, dict(overrides)])
+        prepared, shared = self._prepared.get(key, (None, None))
         if prepared is None:
             prepared = self._prepare(config, overrides)
         if shared is not None and not extras:
@@ -118,12 +148,16 @@ class SettingsReader:
         settings = self._build(prompt, self._with_lengths(prepared, len(prompt), config, overrides), extras)
         if len(self._prepared) >= _CACHED_SETTINGS:
             self._prepared.clear()
-        if not extras:
-            self._prepared[fingerprint] = (prepared, settings if settings.group is not None else None)
+        if not extras and key is not None:
+            self._prepared[key] = (prepared, settings if settings.group is not None else None)
         return settings
 
     def _prepare(self, config: GenerationConfig | None, overrides: Mapping[str, Any]) -> GenerationConfig:
         prepared, unknown = self._model._prepare_generation_config(config, **overrides)
+        # First: transformers names some of these also as unknown.
+        unsupported = unsupported_setting(prepared) or ("is_assistant is set" if prepared.is_assistant else None)
+        if unsupported is not None:
+            raise CheckpointValueError(f"generation_config is not for an engine: {unsupported}")
         if unknown:
             raise CheckpointValueError(f"{sorted(unknown)} are no generation settings; see GenerationConfig")
         mode = prepared.get_generation_mode(None)
@@ -131,11 +165,6 @@ class SettingsReader:
             raise CheckpointValueError(
                 f"generation_config asks for {mode.value}; an engine runs greedy search and sampling"
             )
-        for name in _UNSUPPORTED:
-            if getattr(prepared, name, None):
-                raise CheckpointValueError(f"generation_config sets {name}, which an engine does not support")
-        if (prepared.guidance_scale or 1) != 1:
-            raise CheckpointValueError("generation_config sets guidance_scale, which an engine does not support")
         if (prepared.num_return_sequences or 1) != 1:
             raise CheckpointValueError("generation_config.num_return_sequences must be 1; submit the prompt repeatedly")
         self._model._prepare_special_tokens(prepared, True, device=self._model.device, batch_size=1)
@@ -160,16 +189,12 @@ class SettingsReader:
             inputs_tensor=None,
             input_ids_length=length,
         )
-        try:
-            self._model._validate_generated_length(copied, length, unset("max_length"))
-        except ValueError as error:
-            raise CheckpointValueError(str(error)) from error
+        self._model._validate_generated_length(copied, length, unset("max_length"))
         return copied
 
     def _build(self, prompt: Sequence[int], config: Any, extras: Extras) -> RequestSettings:
         own = LogitsProcessorList(extras.logits_processor)
-        if self._marker is not None:
-            own.append(MarkerSuppressor(self._marker))
+        own.extend(marker_suppressors(self._marker, self._model.config.vocab_size))
         processors = self._model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=len(prompt),
@@ -179,12 +204,8 @@ class SettingsReader:
             device=self._model.device,
             model_kwargs={},
         )
-        try:
-            criteria = self._model._get_stopping_criteria(
-                config, StoppingCriteriaList(extras.stopping_criteria), self._tokenizer
-            )
-        except ValueError as error:
-            raise CheckpointValueError(str(error)) from error
+        own_criteria = StoppingCriteriaList(extras.stopping_criteria)
+        criteria = self._model._get_stopping_criteria(config, own_criteria, self._tokenizer)
         simple = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
         rowwise = simple and not extras and all(type(p) in _ROWWISE_PROCESSORS for p in processors)
         eos = config._eos_token_tensor

@@ -35,6 +35,11 @@ class MarkerSuppressor(LogitsProcessor):
         return scores
 
 
+def marker_suppressors(marker: int | None, vocab_size: int) -> list[MarkerSuppressor]:
+    """What keeps ``marker`` from being generated: nothing where the model has no row for it."""
+    return [] if marker is None or marker >= vocab_size else [MarkerSuppressor(marker)]
+
+
 @dataclass(frozen=True, slots=True)
 class PackedCall:
     """What one ``generate`` call hands through transformers to the loop.

@@ -16,6 +16,7 @@ from .handles import Handle
 from .prompt_checks import check_prompts
 from .prompts import Prompt, read_prompt, read_prompts
 from .request_settings import RequestSettings
+from .setting_checks import check_seed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +80,12 @@ class PromptReader:
             ids, mask = prompts["input_ids"], prompts.get("attention_mask")
             positions = prompts.get("checkpoint_positions")
             return iter(read_prompts(ids, mask, marker_id=self._marker, checkpoint_positions=positions))
-        return iter(prompts)
+        try:
+            return iter(prompts)
+        except TypeError as error:
+            raise CheckpointValueError(
+                f"prompts must be an iterable of prompts or a batch of them, got {type(prompts).__name__}"
+            ) from error
 
     def _ids(self, prompt: Any) -> np.ndarray:
         if isinstance(prompt, str):
@@ -108,9 +114,9 @@ def check_options(salt: Any, priority: Any, seed: Any) -> str:
     """Raise CheckpointValueError unless these are of the right kinds; the salt as text."""
     if salt is not None and not isinstance(salt, str):
         raise CheckpointValueError(f"salt must be a str or None, got {type(salt).__name__}")
-    for name, value in (("priority", priority), ("seed", seed)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise CheckpointValueError(f"{name} must be an int, got {value!r}")
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise CheckpointValueError(f"priority must be an int, got {priority!r}")
+    check_seed(seed)
     return salt or ""
 
 

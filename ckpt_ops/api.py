@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_ops import schema  # noqa: F401  (registers torch.ops.ckpt_ops)
-from ckpt_ops.checks import check_delta_rule, check_slots, check_table
+from ckpt_ops.checks import check_delta_rule, check_slots, check_strided, check_table
 from ckpt_ops.errors import ArgumentError
 from ckpt_ops.segments import SegmentTable
 
@@ -131,6 +131,9 @@ def check_gates(g: Tensor, beta: Tensor) -> None:
         ArgumentError: a NaN, or a ``g`` above 0, which would make the state grow without bound.
     """
     for name, gate in (("g", g), ("beta", beta)):
+        if not isinstance(gate, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, got {type(gate).__name__}")
+        check_strided(name, gate)
         bad = int(gate.isnan().sum())
         if bad:
             raise ArgumentError(f"{name} must be finite, but {bad} of {gate.numel()} values are NaN")

@@ -69,6 +69,7 @@ def check_gate_inputs(x: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: T
 def _check_tensor(name: str, value: Tensor, dims: int, like: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
+    check_strided(name, value)
     if value.dim() != dims:
         raise ArgumentError(f"{name} must have {dims} dimensions, got shape {tuple(value.shape)}")
     if value.requires_grad and torch.is_grad_enabled():
@@ -77,6 +78,11 @@ def _check_tensor(name: str, value: Tensor, dims: int, like: Tensor) -> None:
         raise ArgumentError(f"{name} must be float32, bfloat16 or float16 (float64 on a CPU only), got {value.dtype}")
     if value.device != like.device:
         raise ArgumentError(f"{name} must be on {like.device} with the other arguments, got {value.device}")
+
+
+def check_strided(name: str, value: Tensor) -> None:
+    if value.layout is not torch.strided:  # the kernels take addresses and strides
+        raise ArgumentError(f"{name} must be a dense tensor (torch.strided), got layout {value.layout}")
 
 
 def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], meaning: str) -> None:
@@ -121,6 +127,7 @@ def rows_in_use(slots: Tensor, num_slots: int) -> Tensor:
 def check_slots(slots: Tensor, tokens: Tensor, name: str) -> None:
     if not isinstance(slots, Tensor):
         raise ArgumentError(f"slots must be a tensor, got {type(slots).__name__}")
+    check_strided("slots", slots)
     if slots.dtype != torch.int32 or tuple(slots.shape) != (tokens.shape[0],):
         raise ArgumentError(
             f"slots must be int32 with one entry for each of {name}'s {tokens.shape[0]} rows, got {slots.dtype} "

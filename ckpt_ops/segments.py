@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import index as index_of
 
 import torch
 from torch import Tensor
 
 from ckpt_ops.errors import ArgumentError
+from ckpt_ops.readings import read_device, read_integer, read_integers, read_items
 
 _INT32_MAX = 2**31 - 1
 # Each part of the one transfer starts at a 16-byte boundary, so that Triton compiles one variant for all batch sizes.
@@ -78,9 +78,13 @@ class SegmentTable:
             ArgumentError: a length, parent or slot is out of range, the order is wrong, or two segments would race for
                 a slot.
         """
-        if num_slots < 0:
-            raise ArgumentError(f"num_slots must be at least 0, got {num_slots}")
-        segments = [_checked(index, segment, num_slots) for index, segment in enumerate(segments)]
+        num_slots = read_integer("num_slots", num_slots)
+        if not 0 <= num_slots <= _INT32_MAX:
+            raise ArgumentError(f"num_slots must be at least 0 and at most {_INT32_MAX}, got {num_slots}")
+        device = read_device(device)
+        segments = [
+            _checked(index, segment, num_slots) for index, segment in enumerate(read_items("segments", segments))
+        ]
         depths = _depths(segments)
         _check_races(segments)
         offsets = _phase_offsets(depths)
@@ -100,7 +104,7 @@ class SegmentTable:
                 starts,
                 [segment.destination for segment in segments],
             ),
-            torch.device(device),
+            device,
         )
         return cls(
             cu_seqlens=cu_seqlens,
@@ -129,6 +133,7 @@ class SegmentTable:
         Raises:
             ArgumentError: as :meth:`build`, or ``cu_seqlens`` is not monotonic or does not start at 0.
         """
+        cu_seqlens = read_integers("cu_seqlens", cu_seqlens)
         if len(cu_seqlens) == 0 or cu_seqlens[0] != 0:
             raise ArgumentError(f"cu_seqlens must start with 0, got {list(cu_seqlens[:4])}")
         count = len(cu_seqlens) - 1
@@ -140,7 +145,7 @@ class SegmentTable:
                 )
         slots: list[Sequence[int]] = []
         for name, given in (("sources", sources), ("destinations", destinations)):
-            slots.append([-1] * count if given is None else given)
+            slots.append([-1] * count if given is None else read_integers(name, given))
             if len(slots[-1]) != count:
                 raise ArgumentError(f"{name} must have one slot for each of {count} sequences, got {len(slots[-1])}")
         lengths = (cu_seqlens[index + 1] - cu_seqlens[index] for index in range(count))
@@ -150,12 +155,9 @@ class SegmentTable:
 
 
 def _checked(index: int, segment: Segment, num_slots: int) -> Segment:
-    """``segment`` in Python's integers: sums of narrower ones would wrap."""
     where = f"segments[{index}]"
-    for name in ("length", "parent", "source", "destination"):
-        if not hasattr(getattr(segment, name, None), "__index__"):
-            raise ArgumentError(f"{where}.{name} must be an integer, got {getattr(segment, name, segment)!r}")
-    segment = Segment(*map(index_of, (segment.length, segment.parent, segment.source, segment.destination)))
+    names = ("length", "parent", "source", "destination")
+    segment = Segment(*(read_integer(f"{where}.{name}", getattr(segment, name, segment)) for name in names))
     if segment.length < 0:
         raise ArgumentError(f"{where}.length must be at least 0, got {segment.length}")
     if not -1 <= segment.parent < index:

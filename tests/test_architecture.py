@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 _OPS = """
-errors segments checks reference chunked shortconv
+errors readings segments checks reference chunked shortconv
 kernels kernels.common kernels.gates kernels.conv kernels.intra kernels.chain kernels.decode kernels.attention
 kernels.hopper_common kernels.hopper_intra kernels.hopper_chain
 launcher blocks launch_conv launch_plain launch_hopper launch_attention launch attention schema api api_conv precompile
@@ -32,7 +32,8 @@ identity keys kv slots checkpoint kept eviction prefixes index requests demand p
 draft starts holdings narrator deferral lifecycle scheduler stats
 turns sinks pools audit attention row_table batch layers decode_graphs families running_limit memory packed_step
 recovery runner steps collector export handover sampling generate patching
-outputs handles request_settings request_sampling submissions answers step_loop pins open_engines engine observe
+outputs handles setting_checks request_settings request_sampling submissions answers step_loop pins open_engines engine
+observe
 __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train
 demo.embedded demo.compare demo.report __main__

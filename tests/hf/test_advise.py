@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from transformers import BatchEncoding
 
 from ckpt_hf.advice import Advice
 from ckpt_hf.advise import advise
@@ -22,7 +23,7 @@ from ckpt_hf.markers import MARKER
 from ckpt_hf.prefix_tree import SharedPrefix, shared_prefixes, sort_prompts
 from ckpt_hf.runner import runner_of
 
-from .models import build_model, generate, patched_model, plain_model, random_ids, shared_prompts
+from .models import build_model, generate, padded, patched_model, plain_model, random_ids, shared_prompts
 from .tokenizers import marked, unmarked
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=14)
@@ -156,6 +157,16 @@ class TestIds:
         assert (found.position, found.prompts, found.declared) == (300, 3, 1)
         assert found.tail == tokenizer.decode(rows[0][284:300])[-48:]
 
+    def test_a_tokenizer_s_batch_is_read_without_its_pads(self) -> None:
+        rows = shared_prompts(300, [20, 30, 40, 50])
+        ids, mask = padded(rows)
+        want = ask(rows)
+        assert ask(BatchEncoding({"input_ids": ids, "attention_mask": mask})) == want
+        assert ask(BatchEncoding({"input_ids": ids.tolist(), "attention_mask": mask.tolist()})) == want
+        assert ask(BatchEncoding({"input_ids": rows})) == want
+        declared = {"input_ids": ids, "attention_mask": mask, "checkpoint_positions": torch.full((4, 1), 300)}
+        assert [boundary.declared for boundary in ask(declared).boundaries] == [4]
+
     def test_following_the_advice_saves_what_it_says(self) -> None:
         rows = shared_prompts(90, [12, 20, 30, 40])
         (found,) = ask(rows, min_saved=64).boundaries
@@ -287,9 +298,25 @@ def test_nothing_shared_says_so() -> None:
         ({"prompts": [[1, -2]]}, "prompts"),
         ({"prompts": [[1, 2.5]]}, "prompts"),
         ({"prompts": [7]}, "prompts"),
+        ({"prompts": None}, "prompts must be an iterable .* got NoneType"),
+        ({"prompts": 5}, "prompts must be an iterable .* got int"),
+        ({"prompts": torch.tensor(5)}, "prompts must be an iterable .* got Tensor"),
+        ({"prompts": [[2**40]]}, "prompts holds .* an id that is not from 0"),
+        ({"prompts": {"ids": [[1]]}}, r"prompts as a batch must have input_ids, got \['ids'\]"),
+        ({"prompts": {"input_ids": [[1]], "attention_mask": [[1, 1]]}}, "attention_mask of the shape of its input_ids"),
+        ({"prompts": {"input_ids": [[1]], "attention_mask": 5}}, "attention_mask of the shape of its input_ids"),
+        ({"prompts": {"input_ids": torch.ones(2)}}, "input_ids must have shape"),
         ({"prompts": [[1]], "salts": ["a", "b"]}, "salts"),
+        ({"prompts": [[1]], "salts": 5}, "salts must be a sequence of str or None, got 5"),
+        ({"prompts": [[1]], "salts": "a"}, "salts must be a sequence of str or None, got 'a'"),
+        ({"prompts": [[1]], "salts": [[1]]}, "salts must be a sequence of str"),
         ({"prompts": [[1]], "min_saved": 0}, "min_saved"),
+        ({"prompts": [[1]], "min_saved": float("nan")}, "min_saved must be an int of at least 1, got nan"),
+        ({"prompts": [[1]], "min_saved": "x"}, "min_saved must be an int"),
+        ({"prompts": [[1]], "min_saved": None}, "min_saved must be an int"),
         ({"prompts": [[1]], "cache_bytes": 5}, "cache_bytes"),
+        ({"prompts": [[1]], "model": plain_model(), "cache_bytes": float("nan")}, "cache_bytes must be an int"),
+        ({"prompts": [[1]], "model": plain_model(), "cache_bytes": -1}, "cache_bytes must be an int of at least 0"),
         ({"prompts": [[1]], "model": object()}, "model"),
     ],
 )

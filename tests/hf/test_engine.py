@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -269,6 +270,14 @@ def test_an_engine_patches_for_as_long_as_it_is_open() -> None:
     assert "generate" not in model.__dict__
 
 
+def config_with(**settings: Any) -> GenerationConfig:
+    """A configuration changed after transformers has looked at it."""
+    config = GenerationConfig()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "empty": (([],), {}, r"at least one token id .*got list of shape \[0\]"),
     "two rows": ((torch.ones(2, 3, dtype=torch.long),), {}, r"at least one token id .*shape \[2, 3\]"),
@@ -281,10 +290,39 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "salt": (([1],), {"salt": 3}, "salt must be a str"),
     "priority": (([1],), {"priority": "high"}, "priority must be an int"),
     "seed": (([1],), {"seed": 1.5}, "seed must be an int"),
+    "large seed": (
+        ([1],),
+        {"seed": 2**80},
+        r"seed must be from -2\*\*63 to 2\*\*64 - 1, got 1208925819614629174706176",
+    ),
+    "small seed": (([1],), {"seed": -(2**63) - 1}, "seed must be from"),
     "position": (([1, 2],), {"checkpoint_positions": [3]}, "checkpoint_positions row 0 holds 3"),
     "config": (([1], {"max_new_tokens": 3}), {}, "generation_config must be a GenerationConfig"),
     "beams": (([1],), {"num_beams": 3}, "asks for beam_search"),
     "unknown": (([1],), {"max_tokens": 3}, "'max_tokens'"),
+    "length as text": (([1],), {"max_new_tokens": "3"}, "max_new_tokens must be an integer or None, got '3'"),
+    "half a token": (([1],), {"min_new_tokens": 2.5}, "min_new_tokens must be an integer or None, got 2.5"),
+    "a bool as length": (([1],), {"max_length": True}, "max_length must be an integer or None, got True"),
+    "length in a config": (([1], config_with(max_new_tokens="3")), {}, "max_new_tokens must be an integer"),
+    "end": (([1],), {"eos_token_id": "x"}, "eos_token_id must be a token id, .* got 'x'"),
+    "one end of two": (([1],), {"eos_token_id": [3, 1.5]}, r"eos_token_id must be a token id, .* got \[3, 1.5\]"),
+    "no end": (([1],), {"eos_token_id": []}, r"eos_token_id must be a token id, .* got \[\]"),
+    "huge end": (([1],), {"eos_token_id": 2**70}, "eos_token_id must be a token id"),
+    "processor": (([1],), {"logits_processor": 5}, "logits_processor must be a list of callables or None, got int"),
+    "bare processor": (([1],), {"logits_processor": print}, "logits_processor must be a list .* put it into one"),
+    "no processor": (([1],), {"logits_processor": [5]}, r"logits_processor\[0\] must be callable, got int"),
+    "tensor as processor": (([1],), {"logits_processor": torch.ones(2)}, "must be a list of callables .* got Tensor"),
+    "criteria": (([1],), {"stopping_criteria": 0}, "stopping_criteria must be a list of callables or None, got int"),
+    "no criterion": (([1],), {"stopping_criteria": [print, "x"]}, r"stopping_criteria\[1\] must be callable, got str"),
+    "allowed": (([1],), {"prefix_allowed_tokens_fn": 5}, "prefix_allowed_tokens_fn must be callable or None, got int"),
+    "time": (([1],), {"max_time": "x"}, "max_time must be a number or None, got 'x'"),
+    "top-p": (([1],), {"do_sample": True, "top_p": "x"}, "top_p must be a number or None, got 'x'"),
+    "temperature": (([1],), {"do_sample": True, "temperature": 0.0}, "`temperature` .* strictly positive"),
+    "static cache": (([1],), {"cache_implementation": "static"}, "not for an engine: cache_implementation is 'static'"),
+    "no cache": (([1],), {"use_cache": False}, "not for an engine: use_cache is False"),
+    "guidance": (([1],), {"guidance_scale": 2.0}, "not for an engine: guidance_scale is set"),
+    "attentions": (([1], config_with(output_attentions=True)), {}, "not for an engine: output_attentions is set"),
+    "what only transformers checks": (([1],), {"watermarking_config": 3}, "a setting is wrong: 'int' object"),
     "stop strings": (([1],), {"stop_strings": "x", "max_new_tokens": 1}, "could not locate a tokenizer"),
 }
 
@@ -297,5 +335,18 @@ def test_text_without_tokens_is_named_as_such(model: Any) -> None:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_told_to_the_caller_at_once(engine: Engine, name: str) -> None:
     args, kwargs, message = WRONG[name]
+    other = engine.submit([1, 2, 3], **GREEDY)
     with pytest.raises(CheckpointValueError, match=message):
         engine.submit(*args, **kwargs)
+    assert len(other.result(60).generated_tokens) == GREEDY["max_new_tokens"]
+
+
+@pytest.mark.parametrize("prompts", [5, None, torch.tensor(3)])
+def test_what_holds_no_prompts_is_refused(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(CheckpointValueError, match="prompts must be an iterable of prompts or a batch"):
+        engine.map(prompts)
+
+
+@pytest.mark.parametrize("ends", [7, [7, 9], (7, 9), torch.tensor([7, 9]), np.int64(7), -1])
+def test_end_tokens_of_every_kind_are_taken(engine: Engine, ends: Any) -> None:
+    assert engine.submit([1, 2], eos_token_id=ends, max_new_tokens=torch.tensor(3), do_sample=False).result(60)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
@@ -12,6 +14,7 @@ from transformers.generation import StopStringCriteria
 
 import ckpt_hf
 from ckpt_hf import MARKER, Engine
+from ckpt_hf.setting_checks import equality_key
 
 from .models import alone, generate, new_tokens, patched_model, plain_model, random_ids, shared_prompts
 from .tokenizers import build_bpe, build_words
@@ -98,6 +101,36 @@ def test_a_changed_config_is_read_anew(engine: Engine) -> None:
     first = engine.submit(ROW, config)
     config.max_new_tokens = 9
     assert [len(h.result(60).generated_tokens) for h in (first, engine.submit(ROW, config))] == [5, 9]
+
+
+class LooksLikeFive(int):
+    """An id whose text is another one's."""
+
+    def __repr__(self) -> str:
+        return "5"
+
+
+def test_settings_with_equal_texts_stay_apart(engine: Engine) -> None:
+    likeliest = expected(ROW, {"do_sample": False}, 0)[0]
+    free = torch.full((1200,), (likeliest + 1) % 199)
+    suppressed = free.clone()
+    suppressed[600] = likeliest
+    assert repr(free) == repr(suppressed)
+    for tokens in (free, suppressed, free):
+        answer = engine.submit(ROW, suppress_tokens=tokens, do_sample=False, max_new_tokens=1).result(60)
+        assert (answer.generated_tokens == [likeliest]) is (tokens is free)
+    for end in (likeliest + 1, likeliest):
+        answer = engine.submit(ROW, eos_token_id=LooksLikeFive(end), do_sample=False, max_new_tokens=2).result(60)
+        assert answer.finish_reason == ("eos" if end == likeliest else "length")
+
+
+def test_an_equality_key_is_equal_for_equal_values_alone() -> None:
+    equal = [[1, (2.5, None)], {"a": [torch.tensor([3]), np.ones(2)]}, "x", True, float("nan"), torch.float32]
+    for value in equal:
+        assert equality_key(value) == equality_key(copy.deepcopy(value)) is not None
+    different = [1, 1.0, True, "1", [1], (1,), {1: 1}, None, torch.tensor(1), torch.tensor([1]), np.int64(1), 0.0, -0.0]
+    assert len({equality_key(value) for value in different}) == len(different)
+    assert equality_key(LooksLikeFive(3)) is equality_key([object()]) is equality_key({"a": print}) is None
 
 
 def test_random_numbers_follow_torch_s_seed(engine: Engine) -> None:
