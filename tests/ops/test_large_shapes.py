@@ -37,6 +37,7 @@ SEGMENTS = [
     Segment(17, destination=2),
     Segment(64, parent=0, destination=3),
     Segment(3, parent=1, destination=4),
+    Segment(0, parent=1, destination=6),
     Segment(65, parent=0),
 ]
 TOKENS = sum(segment.length for segment in SEGMENTS)
@@ -49,10 +50,10 @@ def test_delta_rule(
     dtype: torch.dtype, pool_dtype: torch.dtype, heads_k: int, heads_v: int, dim: int, device: str
 ) -> None:
     inputs = make_delta_rule_inputs(TOKENS, heads_k, heads_v, dim, dim, dtype=dtype).to(device)
-    states = make_pool(6, heads_v, dim, dim, dtype=pool_dtype, used={0}).to(device)
-    table = SegmentTable.build(SEGMENTS, 6, device)
+    states = make_pool(7, heads_v, dim, dim, dtype=pool_dtype, used={0}).to(device)
+    table = SegmentTable.build(SEGMENTS, 7, device)
     expected, expected_pool = gdn_prefill_reference(*inputs.tensors(), states, table)
-    pool, written = states.clone(), [1, 2, 3, 4]
+    pool, written = states.clone(), [1, 2, 3, 4, 6]
     out = ckpt_ops.two_phase_gdn_prefill(*inputs.tensors(), pool, table)
     rounds = device == "cuda"
     within(out, expected, delta_rule_budget(dtype, pool_dtype, rounds_operands=rounds), "outputs")
@@ -81,13 +82,14 @@ def test_convolution_and_gates(
     a, b = make_pool(TOKENS, heads_v, dtype=dtype, seed=6) * 8, make_pool(TOKENS, heads_v, dtype=dtype, seed=7)
     tokens = [x, weight, a, b, make_pool(heads_v, seed=8), make_pool(heads_v, seed=9)]
     x, weight, a, b, a_log, dt_bias = (tensor.to(device) for tensor in tokens)
-    states = make_pool(6, channels, 3, dtype=pool_dtype, used={0}).to(device)
-    table, pool, budget = SegmentTable.build(SEGMENTS, 6, device), states.clone(), conv_budget(dtype, pool_dtype)
+    states = make_pool(7, channels, 3, dtype=pool_dtype, used={0}).to(device)
+    table, pool, budget = SegmentTable.build(SEGMENTS, 7, device), states.clone(), conv_budget(dtype, pool_dtype)
     gates = (a, b, a_log, dt_bias)
     mixed, g, beta = ckpt_ops.conv_gates_prefill(x, weight, None, *gates, pool, table, activation="silu")
     expected, expected_pool = causal_conv1d_prefill_reference(x, weight, None, states, table, activation="silu")
     within(mixed, expected, budget, "outputs")
-    assert torch.equal(pool[1:5], expected_pool[1:5].to(pool_dtype))
+    written = [1, 2, 3, 4, 6]
+    assert torch.equal(pool[written], expected_pool[written].to(pool_dtype))
     check_gates(g, beta, gates)
 
     slots, states = torch.tensor([3, -1, 0, 4, 1], dtype=torch.int32, device=device), pool.clone()
@@ -133,7 +135,7 @@ def test_on_a_device_that_is_not_the_current_one() -> None:
     results = []
     for device in ("cuda:0", "cuda:1"):
         inputs = make_delta_rule_inputs(TOKENS, 4, 8, 128, 128, dtype=torch.bfloat16).to(device)
-        pool, table = make_pool(6, 8, 128, 128).to(device), SegmentTable.build(SEGMENTS, 6, device)
+        pool, table = make_pool(7, 8, 128, 128).to(device), SegmentTable.build(SEGMENTS, 7, device)
         with torch.cuda.device(0):
             out = ckpt_ops.two_phase_gdn_prefill(*inputs.tensors(), pool, table)
             assert torch.cuda.current_device() == 0
