@@ -10,7 +10,8 @@ from benchmarks.model_scale import build_model
 
 def test_every_arm_gives_the_same_answers() -> None:
     model = build_model("tiny", "cpu", torch.float32)
-    rows = list(measure(model, Load(anchors=2, prefix=70, consumers=3, suffix=5), new_tokens=3, repetitions=1))
+    load = Load(anchors=2, prefix=70, consumers=3, suffix=5)
+    rows = list(measure(model, load, new_tokens=3, repetitions=1, singles=6))
     assert len({row["arm"] for row in rows}) == len(rows) == 7
     assert {row["equal_answers"] for row in rows} == {1.0}
     assert all(row["requests_per_s"] > 0 for row in rows)
