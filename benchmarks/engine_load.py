@@ -4,7 +4,8 @@ Arms, each over the same prompts, all there at once: unpatched ``generate`` with
 call a prompt; each anchor's prefix run once by hand and its cache fanned out; the engine with nothing cached before;
 the engine with the prefixes cached by an earlier run. With nothing shared: the engine with a boundary in each prompt
 against the engine without. Before an arm is timed, its answers are compared with those of one call a prompt, for some
-of the prompts.
+of the prompts: ``equal_answers`` is the share that is equal. ``next_token_median_ms``, from one token of a prompt to its
+next, is null where there is one new token.
 
     python -m benchmarks.engine_load --device cuda
 
@@ -125,7 +126,7 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int, singles: 
     """
     shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
 
-    def labelled(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    def labelled(found: dict[str, dict[str, float | None]]) -> Iterator[dict[str, Any]]:
         for arm, figures in found.items():
             yield {"load": shape, "new_tokens": new_tokens, "arm": arm, **figures}
 
@@ -163,7 +164,7 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int, singles: 
 
 def _time(
     arms: dict[str, Callable[[], Outcome]], expected: dict[int, list[int]], repetitions: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """Figures of each arm; the arms take turns, so that what else the machine does hits them alike.
 
     Args:
@@ -182,14 +183,14 @@ def _time(
     return {name: _figures(outcomes[name], equal[name]) for name in arms}
 
 
-def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float]:
+def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float | None]:
     first = [sorted(outcome.first) for outcome in outcomes]
     gaps = [statistics.median(outcome.gaps) for outcome in outcomes if outcome.gaps]
     return {
         "requests_per_s": statistics.median(len(o.tokens) / o.seconds for o in outcomes),
         "first_token_median_ms": 1e3 * statistics.median(times[len(times) // 2] for times in first),
         "first_token_p90_ms": 1e3 * statistics.median(times[len(times) * 9 // 10] for times in first),
-        "next_token_median_ms": 1e3 * statistics.median(gaps) if gaps else 0.0,
+        "next_token_median_ms": 1e3 * statistics.median(gaps) if gaps else None,
         "equal_answers": equal,
     }
 

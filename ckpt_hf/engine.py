@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from .config import CheckpointConfig
@@ -157,9 +158,10 @@ class Engine:
     def map(
         self, prompts: Any, generation_config: Any = None, *, progress_bar: bool = True, **options: Any
     ) -> list[GenerationOutput]:
-        """Results of many prompts in their order, with a progress bar; arguments as :meth:`imap`."""
+        """Results of many prompts in their order, with a progress bar on stderr; arguments as :meth:`imap`."""
         results = self.imap(prompts, generation_config, **options)
-        shown = track(results, "generating", total=length_of(prompts), disable=not progress_bar, transient=True)
+        bar = Console(stderr=True)
+        shown = track(results, "generating", length_of(prompts), console=bar, transient=True, disable=not progress_bar)
         return list(shown)
 
     def pin(self, prefix: Any, *, salt: str | None = None, timeout: float | None = None) -> Pin:

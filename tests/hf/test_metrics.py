@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_hf.errors import CheckpointRuntimeError
+from ckpt_hf.errors import CheckpointRuntimeError, CheckpointValueError
 from ckpt_hf.events import Event
 from ckpt_hf.histogram import Histogram
 from ckpt_hf.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, Metrics
@@ -201,6 +201,8 @@ def test_prometheus_reads_the_same_numbers() -> None:
     run.script.emit("evicted", key="k", tokens=512)
     assert read("ckpt_hf_evictions_total") == 1
     assert b"# HELP ckpt_hf_hits_total" in prometheus_client.generate_latest(registry)
+    with pytest.raises(CheckpointValueError, match="namespace 'ckpt_hf' is taken"):
+        export_prometheus(Metrics(), registry)
     registry.unregister(collector)
     assert read("ckpt_hf_hits_total") is None
 
