@@ -4,8 +4,8 @@ Arms, each over the same prompts, all there at once: unpatched ``generate`` with
 call a prompt; each anchor's prefix run once by hand and its cache fanned out; the engine with nothing cached before;
 the engine with the prefixes cached by an earlier run. With nothing shared: the engine with a boundary in each prompt
 against the engine without. Before an arm is timed, its answers are compared with those of one call a prompt, for some
-of the prompts: ``equal_answers`` is the share that is equal. ``next_token_median_ms``, from one token of a prompt to its
-next, is null where there is one new token.
+of the prompts: ``equal_answers`` is the share that is equal. ``next_token_median_ms``, from one token of a prompt to
+its next, is null where there is one new token.
 
     python -m benchmarks.engine_load --device cuda
 

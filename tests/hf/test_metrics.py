@@ -189,7 +189,7 @@ def test_prometheus_reads_the_same_numbers() -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
     run = Run()
     producer_and_consumer(run.script)
-    registry = prometheus_client.CollectorRegistry()
+    registry = prometheus_client.CollectorRegistry(auto_describe=True)
     collector = export_prometheus(run.metrics, registry)
     read = registry.get_sample_value
     assert read("ckpt_hf_tokens_saved_total") == 512
