@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from .config import CheckpointConfig
@@ -156,10 +157,10 @@ class Engine:
     def map(
         self, prompts: Any, generation_config: Any = None, *, progress_bar: bool = True, **options: Any
     ) -> list[GenerationOutput]:
-        """Results of many prompts in their order, with a progress bar; arguments as :meth:`imap`."""
+        """Results of many prompts in their order, with a progress bar on stderr; arguments as :meth:`imap`."""
+        bar: dict[str, Any] = {"console": Console(stderr=True), "transient": True, "disable": not progress_bar}
         results = self.imap(prompts, generation_config, **options)
-        shown = track(results, "generating", total=length_of(prompts), disable=not progress_bar, transient=True)
-        return list(shown)
+        return list(track(results, "generating", length_of(prompts), **bar))
 
     def pin(self, prefix: Any, *, salt: str | None = None, timeout: float | None = None) -> Pin:
         """Compute the states after ``prefix`` if they are not cached, and keep them until the pin is released.

@@ -203,11 +203,12 @@ def test_map_keeps_order_and_bounds_what_is_in_flight(engine: Engine) -> None:
     assert [output.generated_tokens for output in outputs] == expected
 
 
-def test_map_reads_an_encoded_batch(engine: Engine) -> None:
+def test_map_reads_an_encoded_batch(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     rows = shared_prompts(30, (5, 9))
     batch = {"input_ids": torch.tensor([[0] * 4 + rows[0], rows[1]]), "checkpoint_positions": [[30], [30]]}
     batch["attention_mask"] = torch.tensor([[0] * 4 + [1] * 35, [1] * 39])
     outputs = engine.map(batch, progress_bar=True, **GREEDY)
+    assert capsys.readouterr().out == ""
     assert [output.generated_tokens for output in outputs] == alone(plain_model(), rows)
     assert sum(output.usage.cached_tokens for output in outputs if output.usage is not None) == 30
 
