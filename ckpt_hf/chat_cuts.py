@@ -43,13 +43,16 @@ def render_chat(tokenizer: Any, messages: list[Any], add_generation_prompt: bool
     """Return the conversation as its template writes it.
 
     Raises:
-        CheckpointValueError: ``settings`` holds an argument that cannot be combined with boundaries.
+        CheckpointValueError: ``settings`` holds an argument that cannot be combined with boundaries, or there is no
+            chat template.
     """
     for name in sorted((_TEXT_ONLY | _UNSUPPORTED) & settings.keys()):
         raise CheckpointValueError(
             f"{name} cannot be given to encode_chat, which always tokenises the whole conversation and returns a "
             "BatchEncoding; pass arguments of the chat template only"
         )
+    if settings.get("chat_template") is None and getattr(tokenizer, "chat_template", None) is None:
+        raise CheckpointValueError("tokenizer has no chat template; set tokenizer.chat_template, or pass chat_template")
     rendered = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, **settings
     )

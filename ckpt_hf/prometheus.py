@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import CheckpointRuntimeError
+from .errors import CheckpointRuntimeError, CheckpointValueError
 from .metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, Metrics
 
 
@@ -22,6 +22,8 @@ def export_prometheus(metrics: Metrics, registry: Any = None, namespace: str = "
 
     Raises:
         CheckpointRuntimeError: ``prometheus_client`` is not installed.
+        CheckpointValueError: the registry has metrics of this namespace already, and checks names as the process's
+            own one does.
     """
     try:
         from prometheus_client import REGISTRY
@@ -30,7 +32,14 @@ def export_prometheus(metrics: Metrics, registry: Any = None, namespace: str = "
             "prometheus_client is not installed; pip install 'gdn-checkpoint[metrics]', or read Metrics.as_dict()"
         ) from error
     collector = _Collector(metrics, namespace)
-    (REGISTRY if registry is None else registry).register(collector)
+    try:
+        (REGISTRY if registry is None else registry).register(collector)
+    except ValueError as error:
+        # prometheus_client would list every name.
+        raise CheckpointValueError(
+            f"namespace {namespace!r} is taken in this registry; give another one, or unregister the collector that "
+            "export_prometheus returned"
+        ) from error
     return collector
 
 

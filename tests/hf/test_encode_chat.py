@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -124,3 +125,10 @@ REFUSING = "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% e
 def test_wrong_chats_are_named(conversations: Any, after: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointValueError, match=message):
         encode_chat(marked("qwen"), conversations, checkpoint_after=after, **arguments)
+
+
+def test_a_tokenizer_without_a_chat_template_is_named() -> None:
+    tokenizer = copy.deepcopy(unmarked("bpe"))
+    tokenizer.chat_template = None
+    with pytest.raises(CheckpointValueError, match="tokenizer has no chat template"):
+        encode_chat(tokenizer, [FIRST], checkpoint_after=0)

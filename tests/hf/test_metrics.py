@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_hf.errors import CheckpointRuntimeError
+from ckpt_hf.errors import CheckpointRuntimeError, CheckpointValueError
 from ckpt_hf.events import Event
 from ckpt_hf.histogram import Histogram
 from ckpt_hf.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED, Metrics
@@ -203,6 +203,16 @@ def test_prometheus_reads_the_same_numbers() -> None:
     assert b"# HELP ckpt_hf_hits_total" in prometheus_client.generate_latest(registry)
     registry.unregister(collector)
     assert read("ckpt_hf_hits_total") is None
+
+
+def test_prometheus_takes_a_namespace_once() -> None:
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry(auto_describe=True)
+    collector = export_prometheus(Metrics(), registry)
+    with pytest.raises(CheckpointValueError, match="namespace 'ckpt_hf' is taken"):
+        export_prometheus(Metrics(), registry)
+    export_prometheus(Metrics(), registry, namespace="second")
+    registry.unregister(collector)
+    export_prometheus(Metrics(), registry)
 
 
 def test_without_prometheus_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
