@@ -66,7 +66,7 @@ class Advice:
 
     def __rich__(self) -> ConsoleRenderable:
         share = self.tokens_saved / self.tokens
-        lead = f"{self.prompts:,} prompts of {self.tokens:,} tokens: "
+        lead = f"{self.prompts:,} prompt{'' if self.prompts == 1 else 's'} of {self.tokens:,} tokens: "
         if not self.boundaries:
             return Text(f"{lead}no boundary would save {self.min_saved:,} tokens or more.", style="bold")
         size = self.checkpoint_bytes
