@@ -3,7 +3,9 @@
 Arms, each over the same prompts, all there at once: unpatched ``generate`` with all rows in one left-padded batch; one
 call a prompt; each anchor's prefix run once by hand and its cache fanned out; the engine with nothing cached before;
 the engine with the prefixes cached by an earlier run. With nothing shared: the engine with a boundary in each prompt
-against the engine without. Before anything is timed, each arm's answers are compared with those of one call a prompt.
+against the engine without. Before anything is timed, each arm's answers are compared with those of one call a prompt:
+``equal_answers`` is the share that is equal. ``next_token_median_ms``, from one token of a prompt to its next, is null
+where there is one new token.
 
     python -m benchmarks.engine_load --device cuda
 
@@ -124,7 +126,7 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterat
     """
     shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
 
-    def labelled(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    def labelled(found: dict[str, dict[str, float | None]]) -> Iterator[dict[str, Any]]:
         for arm, figures in found.items():
             yield {"load": shape, "new_tokens": new_tokens, "arm": arm, **figures}
 
@@ -160,7 +162,7 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int) -> Iterat
 
 def _time(
     arms: dict[str, Callable[[], Outcome]], expected: list[list[int]], repetitions: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """Figures of each arm; the arms take turns, so that what else the machine does hits them alike."""
     equal = {}
     for name, arm in arms.items():
@@ -173,14 +175,14 @@ def _time(
     return {name: _figures(outcomes[name], equal[name]) for name in arms}
 
 
-def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float]:
+def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float | None]:
     first = [sorted(outcome.first) for outcome in outcomes]
     gaps = [statistics.median(outcome.gaps) for outcome in outcomes if outcome.gaps]
     return {
         "requests_per_s": statistics.median(len(o.tokens) / o.seconds for o in outcomes),
         "first_token_median_ms": 1e3 * statistics.median(times[len(times) // 2] for times in first),
         "first_token_p90_ms": 1e3 * statistics.median(times[len(times) * 9 // 10] for times in first),
-        "next_token_median_ms": 1e3 * statistics.median(gaps) if gaps else 0.0,
+        "next_token_median_ms": 1e3 * statistics.median(gaps) if gaps else None,
         "equal_answers": equal,
     }
 

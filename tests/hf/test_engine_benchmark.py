@@ -13,7 +13,13 @@ def test_every_arm_gives_the_same_answers() -> None:
     rows = list(measure(model, Load(anchors=2, prefix=70, consumers=3, suffix=5), new_tokens=3, repetitions=1))
     assert len({row["arm"] for row in rows}) == len(rows) == 7
     assert {row["equal_answers"] for row in rows} == {1.0}
-    assert all(row["requests_per_s"] > 0 for row in rows)
+    assert all(row["requests_per_s"] > 0 and row["next_token_median_ms"] > 0 for row in rows)
+
+
+def test_one_new_token_has_no_next() -> None:
+    model = build_model("tiny", "cpu", torch.float32)
+    rows = list(measure(model, Load(anchors=1, prefix=5, consumers=2, suffix=3), new_tokens=1, repetitions=1))
+    assert {row["next_token_median_ms"] for row in rows} == {None}
 
 
 def test_prefixes_are_shared_or_not() -> None:
