@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,9 +51,7 @@ def collect(files: Sequence[dict[str, Any]], heads: tuple[int, int], mode: str) 
             project: installed[package] for project, package in VERSIONS.items() if installed[package][:1].isdigit()
         }
         seen: dict[str, dict[int, float]] = {}
-        for table in figures["tables"]:
-            if table.get("heads") != list(heads) or table["conv_width"]:
-                continue
+        for table in _tables([figures], heads):
             loads = _one_prefix(table["consumers"])
             for load, count in loads.items():
                 seen.setdefault(FLOOR, {})[count] = table["floors"][load]
@@ -67,6 +65,36 @@ def collect(files: Sequence[dict[str, Any]], heads: tuple[int, int], mode: str) 
             for count, micros in points.items():
                 known[count] = min(micros, known.get(count, micros)) if name == IN_FULL else known.get(count, micros)
     return [Line(name, _label(name, versions), _color(name), dict(sorted(best[name].items()))) for name in best]
+
+
+def _tables(files: Sequence[dict[str, Any]], heads: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
+    """The tables of the bare delta rule, with these heads."""
+    for figures in files:
+        for table in figures["tables"]:
+            if table.get("conv_width") == 0 and heads in (None, tuple(table["heads"])):
+                yield table
+
+
+def _titles(table: dict[str, Any]) -> tuple[str, str]:
+    """What the picture's loads have in common, and the layer's shape, in words."""
+    loads = _one_prefix(table["consumers"])
+    prefix, _, suffix = next(iter(loads)).partition(" + ")
+    counts = f"{min(loads.values())} to {max(loads.values())} suffixes of {suffix.partition(' x ')[2]}"
+    title = f"A shared prefix of {prefix.partition(' x ')[2]} tokens, continued by {counts}"
+    return title, table["title"].partition(": ")[2]
+
+
+def _held(files: Sequence[dict[str, Any]]) -> str:
+    """The options that would draw something."""
+    held = {
+        (*table["heads"], row["mode"])
+        for table in _tables(files)
+        for row in table["rows"]
+        if row["arm"] == TwoPhase.name
+    }
+    return (
+        "; ".join(f"--heads {k} {v} --mode '{mode}'" for k, v, mode in sorted(held)) or "no table of two-phase prefill"
+    )
 
 
 def _one_prefix(consumers: dict[str, int]) -> dict[str, int]:
@@ -119,7 +147,7 @@ def draw(lines: Sequence[Line], title: str, subtitle: str, output: Path) -> None
 
 
 def _scale(axes: Any, counts: Sequence[int], bottom: float, top: float) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -130,7 +158,7 @@ def _scale(axes: Any, counts: Sequence[int], bottom: float, top: float) -> None:
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if bottom <= tick <= top]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(ScalarFormatter())
+        axis.set_major_formatter(StrMethodFormatter("{x:.10g}"))
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -200,19 +228,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument("--output", type=Path, default=Path("docs/two_phase.png"))
     parser.add_argument("--heads", nargs=2, type=int, default=(16, 32), metavar=("H_K", "H_V"))
-    parser.add_argument("--title", default="A shared prefix of 512 tokens, continued by 1 to 16 suffixes of 64")
+    parser.add_argument("--title", help="what the loads have in common by default")
     parser.add_argument(
         "--mode", choices=MODES, default=GRAPH_OF_MANY, metavar="MODE", help=f"one of {'; '.join(MODES)}"
     )
     options = parser.parse_args(arguments)
     files = [json.loads(path.read_text()) for path in options.files]
-    lines = collect(files, tuple(options.heads), options.mode)
+    heads = tuple(options.heads)
+    lines = collect(files, heads, options.mode)
     if not any(line.name == OURS for line in lines):
-        print(f"no times of {OURS} with heads {options.heads} in mode {options.mode!r}", file=sys.stderr)
+        print(f"no times of {OURS} with heads {heads} in mode {options.mode!r}; here: {_held(files)}", file=sys.stderr)
         return 1
-    heads = "H_k {}, H_v {}".format(*options.heads)
-    facts = f"{files[0]['environment']['device']}, one layer's delta rule: {heads}, D 128, bfloat16, fp32 states"
-    draw(lines, options.title, f"{facts}; {HOW[options.mode]}", options.output)
+    title, shape = _titles(next(_tables(files, heads)))
+    facts = f"{files[0]['environment']['device']}, one layer's delta rule: {shape}"
+    draw(lines, options.title or title, f"{facts}; {HOW[options.mode]}", options.output)
     return 0
 
 

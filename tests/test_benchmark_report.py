@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,10 +81,11 @@ def test_bytes_of_the_floor() -> None:
     assert bytes_moved(SHARD, Load.of(2, 5, 3, 7)) == 31 * layer + 7 * (8 * 128 * 128 * 4 + 3 * 2 * 16 * 128)
 
 
-def _figures(rows: list[Row], installed: dict[str, str]) -> dict[str, object]:
+def _figures(rows: list[Row], installed: dict[str, str]) -> dict[str, Any]:
     loads = {f"1 x 512 + {n} x 64": n for n in (1, 16)} | {"1 x 8192 + 64 x 128": 64}
     environment = {"device": "a GPU", "flash-linear-attention": "0.6.0", "flashinfer-python": "not installed"}
     table = {"heads": [16, 32], "conv_width": 0, "consumers": loads, "floors": dict.fromkeys(loads, 5.0)}
+    table["title"] = "delta rule alone: H_k 16, H_v 32, D 128, bfloat16, fp32 states"
     table["rows"] = [asdict(row) for row in rows]
     return {"environment": {**environment, "flash-qla": "not installed", **installed}, "tables": [table]}
 
@@ -113,7 +115,23 @@ def test_figure_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert draw_figure([*map(str, paths), "--output", str(target)]) == 0
     assert target.read_bytes().startswith(b"\x89PNG")
     assert draw_figure([str(paths[0]), "--heads", "4", "8", "--output", str(target)]) == 1
-    assert "no times of" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert "no times of" in complaint and f"--heads 16 32 --mode '{GRAPH_OF_MANY}'" in complaint
+
+
+def test_figure_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = _figures([_row("two_phase", 20, "1 x 128 + 4 x 16")], {})
+    (table,) = figures["tables"]
+    table["title"] = "delta rule alone: H_k 4, H_v 8, D 64, float32, fp32 states"
+    table |= {"heads": [4, 8], "consumers": {"1 x 128 + 4 x 16": 4}, "floors": {"1 x 128 + 4 x 16": 5.0}}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(figures))
+    drawn: list[tuple[str, str]] = []
+    monkeypatch.setattr("benchmarks.figure.draw", lambda lines, title, facts, output: drawn.append((title, facts)))
+    assert draw_figure([str(path), "--heads", "4", "8"]) == 0
+    ((title, facts),) = drawn
+    assert title == "A shared prefix of 128 tokens, continued by 4 to 4 suffixes of 16"
+    assert "H_k 4, H_v 8, D 64, float32, fp32 states" in facts
 
 
 @given(st.lists(st.floats(1, 1e4), min_size=1, max_size=8), st.floats(1.01, 1.5))
