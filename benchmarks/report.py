@@ -1,9 +1,9 @@
 """Prints the benchmark's tables: ``python -m benchmarks.report``.
 
-For each load and arm: median, 10th and 90th percentile in microseconds, how many times faster than the legacy way in
-the same mode, and the relative error against fp64 that the arm showed before it was timed. Then, for each load,
-two-phase prefill against each peer, the best way without sharing, and the time to copy the bytes. An arm that is wrong
-is reported and not timed, and the command then exits with 1.
+For each load and arm: median, 10th and 90th percentile in microseconds, how many times faster than the legacy way
+(token by token, one call a request) in the same mode, and the relative error against fp64 that the arm showed before it
+was timed. Then, for each load, two-phase prefill against each peer, the best way without sharing, and the time to copy
+the bytes. An arm that is wrong is reported and not timed, and the command then exits with 1.
 """
 
 from __future__ import annotations

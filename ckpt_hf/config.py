@@ -15,7 +15,8 @@ class CheckpointConfig:
 
     Args:
         cache_bytes: bytes that checkpoints may occupy between calls (states, keys and values, and the logits of
-            checkpoints at the end of a prompt). ``None`` allows a tenth of the device's memory.
+            checkpoints at the end of a prompt). ``None`` allows a tenth of the GPU's memory,
+            or 1 GiB on a CPU.
         cache_slots: number of checkpoints that may be kept between calls; ``None`` leaves it to ``cache_bytes``.
             Both limits hold when both are given. Zero keeps nothing between calls; prompts of one call still share.
         max_batch_tokens: prompt tokens that one packed forward may carry. Longer prompts run in several forwards.
