@@ -285,7 +285,9 @@ def test_it_prints_what_it_returns(width: int) -> None:
 def test_nothing_shared_says_so() -> None:
     console = Console(width=200, file=io.StringIO(), record=True)
     assert not advise([random_ids(50, seed) for seed in range(9)], console=console).boundaries
-    assert "no boundary would save 256 tokens or more" in console.export_text()
+    assert "9 prompts of 450 tokens: no boundary would save 256 tokens or more" in console.export_text()
+    advise([random_ids(50, 0)], console=console)
+    assert "1 prompt of 50 tokens" in console.export_text()
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,16 @@ def test_prometheus_reads_the_same_numbers() -> None:
     assert read("ckpt_hf_hits_total") is None
 
 
+def test_prometheus_takes_a_namespace_once() -> None:
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry(auto_describe=True)
+    collector = export_prometheus(Metrics(), registry)
+    with pytest.raises(CheckpointValueError, match="namespace 'ckpt_hf' is taken"):
+        export_prometheus(Metrics(), registry)
+    export_prometheus(Metrics(), registry, namespace="second")
+    registry.unregister(collector)
+    export_prometheus(Metrics(), registry)
+
+
 def test_without_prometheus_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(CheckpointRuntimeError, match=r"gdn-checkpoint\[metrics\]"):
