@@ -154,12 +154,10 @@ def measure(model: Any, load: Load, new_tokens: int, repetitions: int, singles: 
             "nothing shared, boundaries": lambda: cold(apart, load.prefix),
         }
         yield from labelled(_time(free, alone, repetitions))
-    plain: dict[str, Callable[[], Outcome]] = {
-        "prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix),
-        "unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None),
-    }
-    for name, arm in plain.items():
-        yield from labelled(_time({name: arm}, expected, repetitions))
+    by_hand = {"prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix)}
+    yield from labelled(_time(by_hand, expected, repetitions))
+    batch = {"unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None)}
+    yield from labelled(_time(batch, expected, repetitions))
 
 
 def _time(

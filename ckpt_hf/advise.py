@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 from rich.console import Console
 
@@ -13,6 +13,7 @@ from .advice import Advice, AdvisedBoundary
 from .boundary_choice import choose_boundaries, remove, saved_tokens
 from .checkpoint_bytes import CheckpointBytes, checkpoint_bytes
 from .errors import CheckpointValueError
+from .integers import is_integer
 from .logged_prompts import LoggedPrompt, read_log
 from .prefix_tree import SharedPrefix, shared_prefixes, sort_prompts
 from .stable_cuts import end_of_token, stable_tokens
@@ -58,12 +59,9 @@ def advise(
     _check_salts(salts, len(log))
     if cache_bytes is not None and model is None:
         raise CheckpointValueError("cache_bytes needs a model or its configuration, to know what a checkpoint takes")
-    for name, value, least in (
-        ("min_saved", min_saved, 1),
-        ("cache_bytes", 0 if cache_bytes is None else cache_bytes, 0),
-    ):
-        if not isinstance(value, SupportsIndex) or isinstance(value, bool) or value.__index__() < least:
-            raise CheckpointValueError(f"{name} must be an int of at least {least}, got {value!r}")
+    _check_limit("min_saved", min_saved, 1)
+    if cache_bytes is not None:
+        _check_limit("cache_bytes", cache_bytes, 0)
     size = checkpoint_bytes(model) if model is not None else None
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for i in range(len(log)):
@@ -77,6 +75,11 @@ def advise(
     if not quiet:
         (console or Console()).print(advice)
     return advice
+
+
+def _check_limit(name: str, value: Any, least: int) -> None:
+    if not is_integer(value) or value < least:
+        raise CheckpointValueError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
 def _check_salts(salts: Any, count: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 from .errors import CheckpointValueError
+from .integers import is_integer
 from .seams import common_length
 
 # Two continuations that differ from their first character: where they agree, what the next user says does not matter.
@@ -115,7 +116,7 @@ def _spread(chats: list[list[Any]], checkpoint_after: Any) -> list[tuple[list[An
 def _indices(chat: list[Any], wanted: list[Any], row: int) -> list[int]:
     found = set()
     for value in wanted:
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        if not is_integer(value):
             raise CheckpointValueError(f"checkpoint_after must hold integers, got {type(value).__name__}")
         index = operator.index(value)
         if not -len(chat) <= index < len(chat):

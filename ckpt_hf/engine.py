@@ -160,8 +160,8 @@ class Engine:
     ) -> list[GenerationOutput]:
         """Results of many prompts in their order, with a progress bar on stderr; arguments as :meth:`imap`."""
         results = self.imap(prompts, generation_config, **options)
-        where: dict[str, Any] = {"console": Console(stderr=True), "transient": True, "disable": not progress_bar}
-        return list(track(results, "generating", length_of(prompts), **where))
+        bar, hidden = Console(stderr=True), not progress_bar
+        return list(track(results, "generating", length_of(prompts), console=bar, transient=True, disable=hidden))
 
     def pin(self, prefix: Any, *, salt: str | None = None, timeout: float | None = None) -> Pin:
         """Compute the states after ``prefix`` if they are not cached, and keep them until the pin is released.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from .errors import CheckpointValueError
+from .integers import is_integer
 from .markers import MARKER, marker_id
 from .prompts import read_prompts
 
@@ -109,7 +110,7 @@ def _ids(index: int, values: Any) -> tuple[int, ...]:
         raise CheckpointValueError(
             f"prompts must hold texts or sequences of token ids, got {type(values).__name__} at {index}"
         )
-    if not all(isinstance(value, SupportsIndex) and not isinstance(value, bool) for value in values):
+    if not all(map(is_integer, values)):
         raise CheckpointValueError(f"prompts holds something other than token ids at {index}")
     ids = tuple(map(operator.index, values))
     if not ids or min(ids) < 0 or max(ids) >= _MAX_ID:

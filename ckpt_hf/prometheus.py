@@ -22,7 +22,8 @@ def export_prometheus(metrics: Metrics, registry: Any = None, namespace: str = "
 
     Raises:
         CheckpointRuntimeError: ``prometheus_client`` is not installed.
-        CheckpointValueError: the registry has metrics of this namespace already.
+        CheckpointValueError: the registry has metrics of this namespace already, and checks names as the process's
+            own one does.
     """
     try:
         from prometheus_client import REGISTRY

@@ -120,10 +120,8 @@ class SettingsReader:
             raise CheckpointValueError(
                 f"generation_config must be a GenerationConfig or None, got {type(config).__name__}"
             )
-        given = {} if config is None else config.__dict__
-        check_settings({**given, **overrides})
         try:
-            return self._read(prompt, config, overrides, extras, given)
+            return self._read(prompt, config, overrides, extras)
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -131,16 +129,13 @@ class SettingsReader:
             raise CheckpointValueError(f"generation_config or a setting is wrong: {error}") from error
 
     def _read(
-        self,
-        prompt: Sequence[int],
-        config: GenerationConfig | None,
-        overrides: Mapping[str, Any],
-        extras: Extras,
-        given: dict[str, Any],
+        self, prompt: Sequence[int], config: GenerationConfig | None, overrides: Mapping[str, Any], extras: Extras
     ) -> RequestSettings:
+        given = {} if config is None else config.__dict__
         key = equality_key([given, self._model.generation_config.__dict__, dict(overrides)])
         prepared, shared = self._prepared.get(key, (None, None))
         if prepared is None:
+            check_settings({**given, **overrides})
             prepared = self._prepare(config, overrides)
         if shared is not None and not extras:
             limit = self._with_lengths(prepared, len(prompt), config, overrides).max_length

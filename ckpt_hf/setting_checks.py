@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointValueError
+from .integers import is_integer
 
 _INTEGERS = (
     *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences", "num_beams"),
@@ -35,7 +36,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     for name in _INTEGERS:
         value = settings.get(name)
-        if value is not None and not _is_integer(value):
+        if value is not None and not is_integer(value):
             raise CheckpointValueError(f"{name} must be an integer or None, got {value!r}")
     for name in _NUMBERS:
         value = settings.get(name)
@@ -102,16 +103,8 @@ def equality_key(value: Any) -> Hashable | None:
     return None if None in keys else (kind, *keys)
 
 
-def _is_integer(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, (bool, np.bool_)) and getattr(value, "dtype", None) is not torch.bool
-
-
 def _are_ids(value: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         value = value.tolist()
     ids = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
-    return bool(ids) and all(_is_integer(token) and -(2**63) <= operator.index(token) < 2**63 for token in ids)
+    return bool(ids) and all(is_integer(token) and -(2**63) <= operator.index(token) < 2**63 for token in ids)

@@ -131,8 +131,6 @@ def check_gates(g: Tensor, beta: Tensor) -> None:
         ArgumentError: a NaN, or a ``g`` above 0, which would make the state grow without bound.
     """
     for name, gate in (("g", g), ("beta", beta)):
-        if not isinstance(gate, Tensor):
-            raise ArgumentError(f"{name} must be a tensor, got {type(gate).__name__}")
         check_strided(name, gate)
         bad = int(gate.isnan().sum())
         if bad:

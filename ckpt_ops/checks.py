@@ -67,8 +67,6 @@ def check_gate_inputs(x: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: T
 
 
 def _check_tensor(name: str, value: Tensor, dims: int, like: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
     check_strided(name, value)
     if value.dim() != dims:
         raise ArgumentError(f"{name} must have {dims} dimensions, got shape {tuple(value.shape)}")
@@ -81,6 +79,8 @@ def _check_tensor(name: str, value: Tensor, dims: int, like: Tensor) -> None:
 
 
 def check_strided(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:  # the kernels take addresses and strides
         raise ArgumentError(f"{name} must be a dense tensor (torch.strided), got layout {value.layout}")
 
@@ -125,8 +125,6 @@ def rows_in_use(slots: Tensor, num_slots: int) -> Tensor:
 
 
 def check_slots(slots: Tensor, tokens: Tensor, name: str) -> None:
-    if not isinstance(slots, Tensor):
-        raise ArgumentError(f"slots must be a tensor, got {type(slots).__name__}")
     check_strided("slots", slots)
     if slots.dtype != torch.int32 or tuple(slots.shape) != (tokens.shape[0],):
         raise ArgumentError(

@@ -10,12 +10,12 @@ import torch
 from ckpt_ops.errors import ArgumentError
 
 
-def read_integer(name: str, value: Any) -> int:
-    """``value`` in Python's own integers: sums of narrower ones would wrap."""
+def read_integer(name: str, value: Any, of: str = "") -> int:
+    """``value`` in Python's own integers: sums of narrower ones would wrap. ``of`` comes before the name."""
     try:
         return index_of(value)
     except TypeError as error:
-        raise ArgumentError(f"{name} must be an integer, got {value!r}") from error
+        raise ArgumentError(f"{of}{name} must be an integer, got {value!r}") from error
 
 
 def read_items(name: str, values: Any) -> list[Any]:

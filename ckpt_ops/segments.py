@@ -8,7 +8,7 @@ packed: those of segment ``n`` are the rows ``cu_seqlens[n]:cu_seqlens[n + 1]`` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class Segment:
     parent: int = -1
     source: int = -1
     destination: int = -1
+
+
+_FIELDS = tuple(field.name for field in fields(Segment))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,8 +159,7 @@ class SegmentTable:
 
 def _checked(index: int, segment: Segment, num_slots: int) -> Segment:
     where = f"segments[{index}]"
-    names = ("length", "parent", "source", "destination")
-    segment = Segment(*(read_integer(f"{where}.{name}", getattr(segment, name, segment)) for name in names))
+    segment = Segment(*[read_integer(name, getattr(segment, name, segment), f"{where}.") for name in _FIELDS])
     if segment.length < 0:
         raise ArgumentError(f"{where}.length must be at least 0, got {segment.length}")
     if not -1 <= segment.parent < index:

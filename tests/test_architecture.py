@@ -26,7 +26,7 @@ __init__ testing
 _HF = """
 errors events reasons trace_events histogram metrics prometheus
 run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
-config markers plain_text seams chat_cuts encode prompt_checks prompts
+config integers markers plain_text seams chat_cuts encode prompt_checks prompts
 prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
 identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
 draft starts holdings narrator deferral lifecycle scheduler stats

@@ -73,7 +73,7 @@ def test_each_item_of_a_walk_has_a_length_of_its_own(launch: Launch) -> None:
     (binary,) = launch(128, BF16, 2, F32, consumers=2)["_CHAIN"].compile(90, gluon())
     bounds = list(inner_bounds(str(binary.asm["ttgir"])))
     assert len(bounds) == 3, "the chunks of an item are walked by three groups of warps"
-    assert all(defined_inside for defined_inside in bounds)
+    assert all(bounds)
 
 
 def inner_bounds(ir: str) -> Iterator[bool]:
