@@ -55,6 +55,8 @@ def advise(
     Raises:
         CheckpointValueError: no prompts, an empty one, text without a tokenizer, or arguments that do not fit together.
     """
+    if console is not None and not isinstance(console, Console):
+        raise CheckpointValueError(f"console must be a rich.console.Console or None, got {type(console).__name__}")
     log = read_log(prompts, tokenizer)
     _check_salts(salts, len(log))
     if cache_bytes is not None and model is None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .checkpoint import Checkpoint
 from .errors import CheckpointRuntimeError
 from .handles import Handle
 from .outputs import HandleStatus
+from .pins import Pin
 from .request_sampling import TokenChooser, choose_tokens
 from .requests import Request
 from .runner import ModelRunner
@@ -42,7 +42,7 @@ class Answers:
         self._meanwhile = meanwhile
         self._entries: dict[Request, _Entry] = {}
         self._by_handle: dict[Handle, Request] = {}
-        self._pins: dict[Handle, Checkpoint] = {}
+        self._pins: dict[Handle, Pin] = {}
         self._ending: dict[Request, str] = {}
 
     def __len__(self) -> int:
@@ -63,11 +63,13 @@ class Answers:
                 del self._entries[refused]
 
     def cancel(self, handle: Handle) -> None:
-        """End the handle's request, if it has not ended."""
+        """End the handle's request, if it has not ended, and let go of a pin that nobody has taken."""
         request = self._by_handle.get(handle)
         if request is not None:
             self._runner.end(request, "cancelled")
             self._finish(request, HandleStatus.CANCELLED, "cancelled")
+        if (pin := self._pins.pop(handle, None)) is not None:
+            pin.release()
         handle.end(HandleStatus.CANCELLED, "cancelled")
 
     def end_all(self, reason: str, error: BaseException) -> None:
@@ -82,7 +84,7 @@ class Answers:
         """Whatever the requests ran on is gone."""
         self._runner.lose([*self._entries, *self._ending], error)
 
-    def take_pin(self, handle: Handle) -> Checkpoint:
+    def take_pin(self, handle: Handle) -> Pin:
         """What a finished submission without settings has pinned, once."""
         return self._pins.pop(handle)
 
@@ -115,6 +117,7 @@ class Answers:
         """A step failed that these requests were in."""
         for request in requests:
             self._ending.pop(request, None)
+            self._unpin(request)
             self._finish(request, HandleStatus.FAILED, "failed", error)
 
     def settle(self) -> None:
@@ -138,13 +141,20 @@ class Answers:
         self._finish(request, HandleStatus.FINISHED, reason)
 
     def _keep_pin(self, request: Request) -> None:
-        checkpoint = self._runner.index.get(request.keys[-1])
-        if request.pins and checkpoint is not None and request in self._entries:
-            self._pins[self._entries[request].submission.handle] = checkpoint
+        checkpoint = request.pinned.get(request.prompt_tokens)
+        entry = self._entries.get(request)
+        if entry is not None and checkpoint is not None:
+            self._pins[entry.submission.handle] = Pin(self._runner, checkpoint)
             self._finish(request, HandleStatus.FINISHED, "computed")
         else:
+            self._unpin(request)
             error = CheckpointRuntimeError("the cache's limits have no room for this prefix beside what is pinned")
             self._finish(request, HandleStatus.FAILED, "failed", error)
+
+    def _unpin(self, request: Request) -> None:
+        for checkpoint in request.pinned.values():
+            Pin(self._runner, checkpoint).release()
+        request.pinned.clear()
 
     def _finish(self, request: Request, status: HandleStatus, reason: str, cause: BaseException | None = None) -> None:
         entry = self._entries.pop(request, None)

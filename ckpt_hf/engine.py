@@ -14,7 +14,7 @@ from rich.progress import track
 from .config import CheckpointConfig
 from .errors import CheckpointRuntimeError, CheckpointValueError
 from .events import EventSinks
-from .handles import Handle
+from .handles import Handle, seconds_to_wait
 from .open_engines import forget, remember
 from .outputs import GenerationOutput, HandleStatus
 from .patching import patch, unpatch
@@ -62,6 +62,7 @@ class Engine:
         keep_prompts: bool = False,
         keep_answers: bool = False,
     ) -> None:
+        check_options(None, keep_prompts=keep_prompts, keep_answers=keep_answers)
         settings = {"max_batch_tokens": max_batch_tokens, "cache_bytes": cache_bytes, "cache_slots": cache_slots}
         given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         self._patched_here = RUNNER_ATTRIBUTE not in getattr(model, "__dict__", {})
@@ -127,7 +128,7 @@ class Engine:
             CheckpointValueError: an argument is wrong.
             CheckpointRuntimeError: the engine is closed or its device has failed.
         """
-        text = check_options(salt, priority, seed)
+        text = check_options(salt, priority, seed, request_id, keep_prompt=keep_prompt, keep_answer=keep_answer)
         read = self._prompts.read(prompt, checkpoint_positions)
         extras = Extras.read(logits_processor, stopping_criteria, prefix_allowed_tokens_fn)
         chosen = self._settings.read(read.token_ids, generation_config, settings, extras)
@@ -174,21 +175,19 @@ class Engine:
 
         Raises:
             TimeoutError: it was not computed in time, and is not pinned.
-            CheckpointRuntimeError: the cache's limits have no room for what is pinned, or as :meth:`submit`.
+            CheckpointValueError: an argument is wrong.
+            CheckpointRuntimeError: the cache's limits have no room for what is pinned, the calling thread runs a step,
+                or as :meth:`submit`.
         """
+        seconds = seconds_to_wait(timeout)
+        self._loop.refuse_within_step("pin a prefix")
         read = self._prompts.read(prefix)
         ends = len(read.token_ids)
         if ends not in read.boundaries:
             read = replace(read, boundaries=(*read.boundaries, ends))
         handle = Handle(GenerationOutput(next(self._names), list(read.token_ids)), None, self._loop)
-        self._loop.put(Submission(handle, read, None, None, check_options(salt, 0, None), 0, False, False))
-        if not handle.wait(timeout):
-            handle.cancel()
-            handle.wait()
-        if handle.output.finish_reason == "cancelled":
-            raise TimeoutError(f"the prefix was not computed within {timeout} s")
-        handle.result(0)
-        return Pin(self._runner, self._loop.take_pin(handle))
+        self._loop.put(Submission(handle, read, None, None, check_options(salt), 0, False, False))
+        return self._loop.wait_for_pin(handle, seconds)
 
     def close(self, drain: bool = False) -> None:
         """Stop serving and give back what the engine changed. A second call does nothing.

@@ -19,6 +19,7 @@ from .prompt_checks import check_prompts
 from .prompts import InteriorPaddingError, Prompt, pad_prompts, read_prompts
 from .runner import ModelRunner, runner_of
 from .sampling import PackedCall, marker_suppressors, sample_packed
+from .setting_checks import check_settings
 
 _PACKED_MODE = GenerationMode.GREEDY_SEARCH
 _POSITIONAL = tuple(inspect.signature(GenerationMixin.generate).parameters)[3:-1]
@@ -88,6 +89,7 @@ def _generate_marked(
     salt: str,
     kwargs: dict[str, Any],
 ) -> Any:
+    check_settings(kwargs)
     config, model_kwargs = model._prepare_generation_config(generation_config, **kwargs)
     streamer, custom = model_kwargs.pop("streamer", None), model_kwargs.pop("custom_generate", None)
     for name in (*_POSITIONAL, "trust_remote_code", "assistant_tokenizer"):

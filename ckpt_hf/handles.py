@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .errors import CheckpointRuntimeError
+from .errors import CheckpointRuntimeError, CheckpointValueError
 from .outputs import GenerationOutput, HandleStatus, TextPieces
 from .stats import RowReport
 
@@ -71,17 +71,20 @@ class Handle:
         """Wait up to ``timeout`` seconds for the end; whether it has come.
 
         Raises:
+            CheckpointValueError: ``timeout`` is no number of seconds.
             CheckpointRuntimeError: the calling thread runs the step that would have to bring it.
         """
+        seconds = seconds_to_wait(timeout)
         self._check_may_wait()
         with self._changed:
-            return self._changed.wait_for(self.done, timeout)
+            return self._changed.wait_for(self.done, seconds)
 
     def result(self, timeout: float | None = None) -> GenerationOutput:
         """The finished output; of a cancelled request what there was.
 
         Raises:
             TimeoutError: it has not ended within ``timeout`` seconds.
+            CheckpointValueError: ``timeout`` is no number of seconds.
             CheckpointRuntimeError: it failed; ``__cause__`` is the reason.
         """
         if not self.wait(timeout):
@@ -202,3 +205,16 @@ class Handle:
                 listener()
             except RuntimeError:  # the listener's event loop has been closed
                 self._listeners.remove(listener)
+
+
+def seconds_to_wait(timeout: Any) -> float | None:
+    """``timeout`` as Python's locks take it; more than they can wait is for ever.
+
+    Raises:
+        CheckpointValueError: it is neither None nor a number.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or timeout != timeout:
+        raise CheckpointValueError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    return None if timeout > threading.TIMEOUT_MAX else float(timeout)

@@ -75,7 +75,8 @@ class Lifecycle(Deferral):
         """End a request in whatever state it is and free all that it holds.
 
         The checkpoints that it was computing become absent, and one of those who wait for them takes over from the last
-        committed step. With ``keep_answer`` and a reason of ``eos``, ``stop`` or ``length`` its end is kept.
+        committed step. With ``keep_answer`` and a reason of ``eos``, ``stop`` or ``length`` its end is kept; what it
+        has pinned stays pinned, for whoever asked, if the reason is ``computed``.
         """
         if request.status is RequestStatus.FINISHED:
             return
@@ -99,6 +100,8 @@ class Lifecycle(Deferral):
             for one in returning:
                 self.queue(one)
             self.demand.give_up(request, request.demanded)
+            if reason != "computed":
+                self._unpin_all(request)
             self.tell("finished", request, reason=reason, generated=len(request.token_ids) - request.prompt_tokens)
             self.index.enforce_limits()
 
@@ -206,9 +209,15 @@ class Lifecycle(Deferral):
         if boundary in request.pins and boundary not in request.pinned:
             try:
                 self.pin(checkpoint)
-                request.pinned.add(boundary)
+                request.pinned[boundary] = checkpoint
             except CheckpointRuntimeError:  # the limits have no room: whoever asked sees that the pin is gone
                 request.pins -= {boundary}
+
+    def _unpin_all(self, request: Request) -> None:
+        for checkpoint in request.pinned.values():
+            if self.index.get(checkpoint.key) is checkpoint:
+                self.unpin(checkpoint)
+        request.pinned.clear()
 
     def _withdraw(self, request: Request, returning: list[Request]) -> None:
         """Take all that a running request holds; it is to be filed again once everything has been given back."""

@@ -124,7 +124,7 @@ class SettingsReader:
             return self._read(prompt, config, overrides, extras)
         except CheckpointError:
             raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # Nothing of the caller's has been called: it is transformers that cannot do with a setting.
             raise CheckpointValueError(f"generation_config or a setting is wrong: {error}") from error
 

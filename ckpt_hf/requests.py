@@ -55,7 +55,7 @@ class Request:
         prefill_stop: tokens that prefill computes: the prompt, and after a preemption what had been generated.
         rank: order of arrival, priority and fairness; smaller ones run first.
         stalled_since: step of its last progress.
-        pinned: those of ``pins`` that it has pinned.
+        pinned: the checkpoints that it has pinned, by those of ``pins``.
         in_step: the step that it is a part of and that has neither committed nor failed.
         finish_reason: why the request has ended, in the words of whoever ended it.
     """
@@ -90,7 +90,7 @@ class Request:
     rank: tuple[int, int, int] = (0, 0, 0)
     stalled_since: int = 0
     in_step: int | None = None
-    pinned: set[int] = field(default_factory=set)
+    pinned: dict[int, Checkpoint] = field(default_factory=dict)
     finish_reason: str | None = None
     _packed: bytes = b""
 

@@ -22,6 +22,7 @@ _NUMBERS = (
     *("max_time", "temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
     *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"),
 )
+_FLAGS = ("do_sample", "renormalize_logits", "remove_invalid_values", "output_scores", "output_logits")
 _ENDS = ("eos_token_id", "pad_token_id", "forced_eos_token_id")
 _SEEDS = range(-(2**63), 2**64)
 """What torch's generators take."""
@@ -29,7 +30,7 @@ _PLAIN = (type(None), bool, int, str, torch.device, torch.dtype)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointValueError for numbers and end tokens that transformers would fail on, or quietly misread.
+    """Raise CheckpointValueError for numbers, flags and end tokens that transformers would fail on, or quietly misread.
 
     Args:
         settings: generation settings by name; others than those that are checked here are left to transformers.
@@ -42,6 +43,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         value = settings.get(name)
         if value is not None and (isinstance(value, bool) or not hasattr(value, "__float__")):
             raise CheckpointValueError(f"{name} must be a number or None, got {value!r}")
+    for name in _FLAGS:
+        value = settings.get(name)
+        if value is not None and not (isinstance(value, (int, np.bool_)) and value in (0, 1)):
+            raise CheckpointValueError(f"{name} must be a bool or None, got {value!r}")
     for name in _ENDS:
         value = settings.get(name)
         if value is not None and not _are_ids(value):

@@ -61,13 +61,13 @@ class SinkTable:
     def hand_out(self, logits: dict[Request, Tensor], on_error: Callable[[Sequence[Request], Exception], None]) -> None:
         """Give each sink the logits of its requests; ``on_error`` hears of a sink that raised and whom it serves."""
         for sink, share in self._shares(list(logits)).items():
+            try:
+                sink.receive({request: logits[request] for request in share})
+            except Exception as error:  # also for those that ended with this step: nobody else would tell them
+                on_error(share, error)
             for request in share:
                 if request.status is RequestStatus.FINISHED:
                     self.remove(request)
-            try:
-                sink.receive({request: logits[request] for request in share})
-            except Exception as error:
-                on_error(share, error)
 
     def _shares(self, requests: Sequence[Request]) -> dict[LogitsSink, list[Request]]:
         shares: dict[LogitsSink, list[Request]] = {}

@@ -9,10 +9,10 @@ from collections import deque
 import torch
 
 from .answers import Answers
-from .checkpoint import Checkpoint
 from .errors import CheckpointRuntimeError
 from .handles import Handle
 from .outputs import HandleStatus
+from .pins import Pin
 from .runner import ModelRunner
 from .steps import prepare_step, run_step
 from .submissions import Submission
@@ -95,10 +95,18 @@ class StepLoop:
         self._inbox.clear()
         self._runner.abandon()
 
-    def take_pin(self, handle: Handle) -> Checkpoint:
-        """What a finished submission without settings has pinned, once."""
-        with self._runner.lock:
-            return self._answers.take_pin(handle)
+    def wait_for_pin(self, handle: Handle, seconds: float | None) -> Pin:
+        """What a submission without settings pins; nothing stays pinned if it fails or takes too long."""
+        try:
+            if not handle.wait(seconds):
+                raise TimeoutError(f"the prefix was not computed within {seconds} s")
+            handle.result(0)
+            with self._runner.lock:
+                return self._answers.take_pin(handle)
+        except BaseException:  # also an interrupt while it waits
+            with self._runner.lock:
+                self._answers.cancel(handle)
+            raise
 
     @torch.no_grad()
     def _run(self) -> None:

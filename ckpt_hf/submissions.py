@@ -110,13 +110,18 @@ class PromptReader:
         return ids.astype(np.int64)
 
 
-def check_options(salt: Any, priority: Any, seed: Any) -> str:
-    """Raise CheckpointValueError unless these are of the right kinds; the salt as text."""
+def check_options(salt: Any, priority: Any = 0, seed: Any = None, request_id: Any = None, **flags: Any) -> str:
+    """Raise CheckpointValueError unless these are of the right kinds, ``flags`` bool or None; the salt as text."""
     if salt is not None and not isinstance(salt, str):
         raise CheckpointValueError(f"salt must be a str or None, got {type(salt).__name__}")
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise CheckpointValueError(f"priority must be an int, got {priority!r}")
     check_seed(seed)
+    if request_id is not None and not isinstance(request_id, str):
+        raise CheckpointValueError(f"request_id must be a str or None, got {type(request_id).__name__}")
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise CheckpointValueError(f"{name} must be a bool or None, got {flag!r}")
     return salt or ""
 
 

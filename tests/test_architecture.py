@@ -26,13 +26,13 @@ __init__ testing
 _HF = """
 errors events reasons trace_events histogram metrics prometheus
 run_record trace_runs trace_headline trace_text trace_rows trace_picture trace
-config integers markers plain_text seams chat_cuts encode prompt_checks prompts
+config integers setting_checks markers plain_text seams chat_cuts encode prompt_checks prompts
 prefix_tree boundary_choice checkpoint_bytes logged_prompts stable_cuts advice advise
 identity keys kv slots checkpoint kept eviction prefixes index requests demand priorities queues plan admission leases
 draft starts holdings narrator deferral lifecycle scheduler stats
 turns sinks pools audit attention row_table batch layers decode_graphs families running_limit memory packed_step
 recovery runner steps collector export handover sampling generate patching
-outputs handles setting_checks request_settings request_sampling submissions answers step_loop pins open_engines engine
+outputs handles request_settings request_sampling submissions pins answers step_loop open_engines engine
 observe
 __init__
 demo demo.wording demo.catalog demo.tokenizer demo.architecture demo.batches demo.training_rule demo.train

@@ -279,6 +279,8 @@ def config_with(**settings: Any) -> GenerationConfig:
     return config
 
 
+NESTED: list[Any] = []
+NESTED.append(NESTED)
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "empty": (([],), {}, r"at least one token id .*got list of shape \[0\]"),
     "two rows": ((torch.ones(2, 3, dtype=torch.long),), {}, r"at least one token id .*shape \[2, 3\]"),
@@ -297,6 +299,11 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         r"seed must be from -2\*\*63 to 2\*\*64 - 1, got 1208925819614629174706176",
     ),
     "small seed": (([1],), {"seed": -(2**63) - 1}, "seed must be from"),
+    "name": (([1],), {"request_id": 5}, "request_id must be a str or None, got int"),
+    "kept prompt": (([1],), {"keep_prompt": "x"}, "keep_prompt must be a bool or None, got 'x'"),
+    "kept answer": (([1],), {"keep_answer": 1}, "keep_answer must be a bool or None, got 1"),
+    "sampling": (([1],), {"do_sample": "x"}, "do_sample must be a bool or None, got 'x'"),
+    "a list in itself": (([1],), {"bad_words_ids": NESTED}, "generation_config or a setting is wrong"),
     "position": (([1, 2],), {"checkpoint_positions": [3]}, "checkpoint_positions row 0 holds 3"),
     "config": (([1], {"max_new_tokens": 3}), {}, "generation_config must be a GenerationConfig"),
     "beams": (([1],), {"num_beams": 3}, "asks for beam_search"),

@@ -1,4 +1,4 @@
-"""Conversations: ends of prompts and answers that are kept, markers in every prompt, and pinned prefixes."""
+"""Conversations: ends of prompts and answers that are kept, markers in every prompt."""
 
 from __future__ import annotations
 
@@ -148,38 +148,6 @@ def test_a_chain_of_three_markers(engine: Engine) -> None:
     ]
     assert [handle.result(60).generated_tokens for handle in handles] == alone(plain_model(), rows)
     assert sum(computed([handle.output for handle in handles])) == 200 + 9 + 9 + 9
-
-
-def test_a_pinned_prefix_stays() -> None:
-    with patched_model(cache_slots=2) as model, Engine(model) as engine:
-        prefix = random_ids(30, 1)
-        with engine.pin(prefix, timeout=60) as pin:
-            assert (pin.tokens, pin.holds) == (30, True)
-            for i in range(6):
-                engine.submit(random_ids(20, 10 + i), checkpoint_positions=[20], **GREEDY).result(60)
-            output = engine.submit([*prefix, 6, 7], **GREEDY).result(60)
-            assert output.generated_tokens == alone(plain_model(), [[*prefix, 6, 7]])[0]
-            assert computed([output]) == [2]
-            again = engine.pin(prefix)
-            pin.release()
-            pin.release()
-            assert (pin.holds, again.holds) == (False, True)
-            second = engine.pin(random_ids(9, 3))
-            with pytest.raises(CheckpointRuntimeError, match="no room for this prefix beside what is pinned"):
-                engine.pin(random_ids(9, 4))
-            second.release()
-        again.release()
-        for i in range(6):
-            engine.submit(random_ids(20, 10 + i), checkpoint_positions=[20], **GREEDY).result(60)
-        assert computed([engine.submit([*prefix, 6, 7], **GREEDY).result(60)]) == [32]
-
-
-def test_a_pin_that_takes_too_long(model: Any, engine: Engine) -> None:
-    running = engine.submit(random_ids(9, 1), max_new_tokens=300)
-    with pytest.raises(TimeoutError, match="not computed within 0 s"):
-        engine.pin(random_ids(400, 2), timeout=0)
-    running.cancel()
-    assert not any(checkpoint.pins for checkpoint in runner_of(model).index.checkpoints)
 
 
 def test_requests_run_within_the_limits() -> None:

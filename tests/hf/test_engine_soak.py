@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from .models import alone, assert_no_leaks, random_ids
 REQUESTS, ROUND = 20_000, 4_000
 PERIOD = 40 * 5 * 7  # after which prompts come again
 VOCAB = 61
+SLOTS, IN_FLIGHT = 16, 256
+LONGEST_ANCHOR = 49
+LONGEST = LONGEST_ANCHOR + 2 + 2
 
 
 def smallest_model() -> Any:
@@ -48,14 +52,25 @@ def prompt_of(number: int) -> list[int]:
     return [*anchor, 1 + number % 50, 1 + number % 7]
 
 
+def wait_until_idle(engine: Engine) -> None:
+    """A handle ends before its request gives back what it held."""
+    for _ in range(1000):
+        if not len(engine._loop._answers):
+            return
+        time.sleep(0.01)
+    pytest.fail("requests are left over after their handles have ended")
+
+
 def figures(model: Any) -> dict[str, int]:
     runner = runner_of(model)
     memory = runner.memory
     gc.collect()
     return {
         "objects": len(gc.get_objects()),
-        "slots": memory.slots.high_water,
-        "rows": memory.kv_rows.high_water,
+        "slots": memory.slots.used,
+        "rows": memory.kv_rows.used,
+        "slots_in_pools": memory.slots.high_water,
+        "rows_in_pools": memory.kv_rows.high_water,
         "checkpoints": len(memory.index),
         "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
@@ -63,7 +78,7 @@ def figures(model: Any) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_twenty_thousand_requests_leave_nothing_behind() -> None:
-    model = ckpt_hf.patch(smallest_model(), config=ckpt_hf.CheckpointConfig(cache_slots=16, max_batch_tokens=2048))
+    model = ckpt_hf.patch(smallest_model(), config=ckpt_hf.CheckpointConfig(cache_slots=SLOTS, max_batch_tokens=2048))
     answers = {number: alone(model, [prompt_of(number)], max_new_tokens=2)[0] for number in range(0, PERIOD, 37)}
     checked = 0
     rounds = []
@@ -75,8 +90,8 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
                 if number % PERIOD in answers:
                     assert tokens == answers[number % PERIOD]
                     checked += 1
+            wait_until_idle(engine)
             rounds.append(figures(model))
-        assert not len(engine._loop._answers)
     assert_no_leaks(model)
     assert checked > 500
     stats = ckpt_hf.stats(model)
@@ -86,16 +101,18 @@ def test_twenty_thousand_requests_leave_nothing_behind() -> None:
     # The first round fills caches; after it nothing grows with the number of requests.
     first, last = rounds[0], rounds[-1]
     assert last["objects"] <= 1.02 * first["objects"] + 500, rounds
-    assert last["checkpoints"] <= 16
-    for name in ("slots", "rows"):
-        assert max(r[name] for r in rounds) <= 2 * first[name], rounds
+    # Where the rows of a checkpoint lie, and so how many the pools have, depends on what ran when it was made.
+    limits = {"checkpoints": SLOTS, "slots": SLOTS, "rows": SLOTS * LONGEST_ANCHOR}
+    limits |= {"slots_in_pools": SLOTS + IN_FLIGHT, "rows_in_pools": SLOTS * LONGEST_ANCHOR + IN_FLIGHT * LONGEST}
+    for name, limit in limits.items():
+        assert max(r[name] for r in rounds) <= limit, rounds
     assert last["resident_mib"] <= first["resident_mib"] + 64, rounds
 
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
 
 
-def in_windows(handles: Any, size: int = 256) -> Any:
+def in_windows(handles: Any, size: int = IN_FLIGHT) -> Any:
     """Tokens of each handle in order; at most ``size`` requests are in flight."""
     window: list[Any] = []
     for handle in handles:
