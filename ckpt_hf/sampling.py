@@ -137,6 +137,7 @@ class _DecodingLoop:
         self.call = call
         self.collector = Collector(call.runner)
         self.generated_tokens = 0
+        self.ended: dict[Request, str] = {}
         self.logits_processor = logits_processor
         self.stopping_criteria = stopping_criteria
         self.config = generation_config
@@ -165,7 +166,7 @@ class _DecodingLoop:
             unfinished = unfinished & ~self.stopping_criteria(input_ids, self.scores)
             runs_on = unfinished.bool() if pads_ended else unfinished.bool().any().expand_as(unfinished)
             tokens, was_running, runs = torch.stack([next_tokens, running, runs_on]).tolist()
-            active = self._advance(tokens, was_running, runs)
+            active = self._advance(tokens, was_running, runs, input_ids.shape[1])
             if not active:
                 break
             decoded = torch.stack(self.collector.collect([self.requests[i] for i in active]))
@@ -180,6 +181,8 @@ class _DecodingLoop:
         starts = [prompt_width - r.prompt_tokens for r in self.requests]
         with self.runner.lock:
             cache = export_cache(self.runner, self.requests, starts, input_ids.shape[1] - 1)
+            for request, reason in self.ended.items():
+                self.runner.end(request, reason)
         return GenerateDecoderOnlyOutput(
             sequences=cast(Any, input_ids),
             scores=cast(Any, self.scores),
@@ -204,7 +207,7 @@ class _DecodingLoop:
             next_tokens = next_tokens * unfinished + pad * (1 - unfinished)
         return next_tokens
 
-    def _advance(self, tokens: list[int], was_running: list[int], runs: list[int]) -> list[int]:
+    def _advance(self, tokens: list[int], was_running: list[int], runs: list[int], width: int) -> list[int]:
         """Give the rows that go on their tokens and end the others; the rows that go on."""
         active = []
         with self.runner.lock:
@@ -215,6 +218,14 @@ class _DecodingLoop:
                 if runs[i]:
                     self.runner.feed(request, tokens[i])
                     active.append(i)
-                elif not self.returns_dict:
-                    self.runner.end(request, "stop")
+                    continue
+                self.ended[request] = self._reason(tokens[i], width)
+                if not self.returns_dict:  # else once its keys and values have been handed out
+                    self.runner.end(request, self.ended[request])
         return active
+
+    def _reason(self, token: int, width: int) -> str:
+        end_tokens = self.config._eos_token_tensor
+        if end_tokens is not None and token in end_tokens.tolist():
+            return "eos"
+        return "length" if width >= self.config.max_length else "stop"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt_hf
 from ckpt_hf import trace
@@ -205,3 +206,25 @@ def test_the_examples_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(read_run(read_trace("run.jsonl").events).rows) == 6
         best = names["advice"].boundaries[0]
         assert best.prompts == 6 and set(names["batch"]["checkpoint_positions"].flatten().tolist()) == {best.position}
+
+
+@pytest.mark.parametrize("as_object", [False, True], ids=["ids", "output object"])
+def test_the_trace_names_the_ends_of_a_generate_call(tmp_path: Path, as_object: bool) -> None:
+    rows = shared_prompts(20, [3, 4, 6])
+    first, second, third = alone(plain_model(), rows, max_new_tokens=5)
+    assert len({first[0], *second, *third}) > len({*second, *third}), "the end token ends the first row alone"
+
+    def criterion(ids: Any, scores: Any) -> Any:
+        return (ids[:, -3:].cpu() == torch.tensor(second[:3])).all(-1).to(ids.device)
+
+    settings = {"eos_token_id": first[0], "pad_token_id": 0, "stopping_criteria": [criterion]}
+    with patched_model() as model:
+        metrics = ckpt_hf.collect_metrics(model)
+        with ckpt_hf.write_trace(model, tmp_path / "run.jsonl"):
+            positions = [[20]] * 3
+            settings |= {"checkpoint_positions": positions, "return_dict_in_generate": as_object}
+            generate(model, rows, max_new_tokens=5, **settings)
+    run = read_run(read_trace(tmp_path / "run.jsonl").events)
+    ends = {row.prompt_tokens: row.outcome for row in run.rows.values()}
+    assert ends == {23: "eos", 24: "stop", 26: "length"}
+    assert metrics.as_dict()["requests_finished"] == {"eos": 1, "stop": 1, "length": 1}
