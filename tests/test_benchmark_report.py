@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.loads import SHARD, WHOLE_LAYER, Load, Shape, on_cpu
 from benchmarks.measure import GRAPH_OF_MANY, Timer, Timing
 from benchmarks.peers import PEERS
 from benchmarks.report import main, parse_arguments, plan
+from benchmarks.run_picture import main as draw_run
 from benchmarks.tables import Row, format_table, make_rows
 
 SHAPES = [on_cpu(WHOLE_LAYER), on_cpu(SHARD)]
@@ -210,3 +212,13 @@ def test_embedded_arms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures
     monkeypatch.setattr(embedded.Catalog, "generate", lambda self, batches: [torch.rand(2, 4)])
     assert len(embedded.measure_embedded(timer, seed=1, pages=1, offers=2)[1]) == 3
+
+
+def test_the_readme_s_run_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "run.png"
+    assert draw_run(["--output", str(target)]) == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "24 requests" in told
+    assert re.search(r"\d+ waited for a\s+checkpoint", told)
