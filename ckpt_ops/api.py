@@ -11,6 +11,7 @@ from torch import Tensor
 from ckpt_ops import schema  # noqa: F401  (registers torch.ops.ckpt_ops)
 from ckpt_ops.checks import check_delta_rule, check_slots, check_strided, check_table
 from ckpt_ops.errors import ArgumentError
+from ckpt_ops.readings import read_factor
 from ckpt_ops.segments import SegmentTable
 
 
@@ -43,7 +44,7 @@ def gdn_prefill(
         ``[T, H_v, D_v]`` in ``v``'s dtype.
 
     Raises:
-        ArgumentError: a shape, dtype or device is wrong, or the table has parents.
+        ArgumentError: a shape, dtype, device or scale is wrong, or the table has parents.
     """
     check_delta_rule(q, k, v, g, beta, states)
     check_table(table, q, "q", states)
@@ -53,7 +54,7 @@ def gdn_prefill(
             "use two_phase_gdn_prefill"
         )
     out: Tensor = torch.ops.ckpt_ops.gdn_prefill(
-        q, k, v, g, beta, table.cu_seqlens, states, table.sources, table.destinations, scale
+        q, k, v, g, beta, table.cu_seqlens, states, table.sources, table.destinations, _read_scale(scale)
     )
     return out
 
@@ -88,7 +89,7 @@ def two_phase_gdn_prefill(
         table.destinations,
         table.parents,
         table.phase_offsets,
-        scale,
+        _read_scale(scale),
     )
     return out
 
@@ -116,8 +117,14 @@ def gdn_decode(
     """
     check_delta_rule(q, k, v, g, beta, states)
     check_slots(slots, q, "q")
-    out: Tensor = torch.ops.ckpt_ops.gdn_decode(q, k, v, g, beta, states, slots, scale)
+    out: Tensor = torch.ops.ckpt_ops.gdn_decode(q, k, v, g, beta, states, slots, _read_scale(scale))
     return out
+
+
+def _read_scale(scale: float | None) -> float | None:
+    if scale is None or torch.compiler.is_compiling():  # there it may be a symbol, which has no value yet
+        return scale
+    return read_factor("scale", scale)
 
 
 def check_gates(g: Tensor, beta: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from operator import index as index_of
 from typing import Any
 
@@ -16,6 +17,13 @@ def read_integer(name: str, value: Any, of: str = "") -> int:
         return index_of(value)
     except TypeError as error:
         raise ArgumentError(f"{of}{name} must be an integer, got {value!r}") from error
+
+
+def read_factor(name: str, value: Any) -> float:
+    """A finite number in Python's own floats."""
+    if isinstance(value, (bool, str, torch.Tensor)) or not hasattr(value, "__float__") or not isfinite(value):
+        raise ArgumentError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
 
 
 def read_items(name: str, values: Any) -> list[Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ckpt_ops
 from ckpt_ops import ArgumentError, Segment, SegmentTable
@@ -60,7 +59,7 @@ def conv_gates_decode_arguments() -> Arguments:
     return conv_decode_arguments() | _gates()
 
 
-GDN: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
+GDN: list[tuple[str, Callable[[Any], Any], str]] = [
     ("q", lambda q: q[0], "q must have 3 dimensions"),
     ("q", lambda q: q.long(), "q must be float32, bfloat16 or float16"),
     ("q", lambda q: q.to("meta"), "must be on meta"),
@@ -83,6 +82,11 @@ GDN: list[tuple[str, Callable[[Tensor], Tensor], str]] = [
     ("states", lambda states: states.mT.contiguous().mT, "states must be contiguous"),
     ("states", lambda states: states[0], "states must have 4 dimensions"),
     ("states", lambda states: states.to("meta"), "states must be on cpu"),
+    ("scale", lambda _: float("nan"), "scale must be a finite number, got nan"),
+    ("scale", lambda _: float("inf"), "scale must be a finite number, got inf"),
+    ("scale", lambda _: "0.1", "scale must be a finite number, got '0.1'"),
+    ("scale", lambda _: True, "scale must be a finite number, got True"),
+    ("scale", lambda _: torch.tensor(0.1), r"scale must be a finite number, got tensor\(0\.1"),
 ]
 CONV: list[tuple[str, Callable[[Any], Any], str]] = [
     ("x", lambda x: x[0], "x must have 2 dimensions"),

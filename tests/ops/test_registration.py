@@ -146,6 +146,19 @@ def test_compile_fullgraph_without_recompiles(fused: bool, device: str) -> None:
     torch._dynamo.reset()
 
 
+def test_a_scale_that_changes_is_compiled_for_all_values() -> None:
+    inputs, pool = make_delta_rule_inputs(5, HEADS_K, HEADS_V, DIM, DIM), make_pool(1, HEADS_V, DIM, DIM)
+    table = SegmentTable.build([Segment(5)], 1, "cpu")
+
+    def run(scale: float) -> Tensor:
+        return ckpt_ops.two_phase_gdn_prefill(*inputs.tensors(), pool, table, scale=scale)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for scale in (0.25, 0.5, -1.0):
+        assert torch.equal(compiled(scale), run(scale))
+
+
 @DEVICES
 def test_inductor_keeps_the_mutation(device: str) -> None:
     """A state written by an op whose output nobody reads is still written."""
