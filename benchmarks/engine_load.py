@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -30,6 +30,8 @@ import ckpt_hf
 from benchmarks.model_scale import build_model
 
 _GPU_LOADS, _CPU_LOADS = "1x2048x16x64,4x2048x16x64", "1x256x8x16,4x128x8x16"
+_PARTS = ("shared", "apart")
+Figures = Iterator[tuple[str, dict[str, float | None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,49 +122,66 @@ def run_engine(engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | No
     )
 
 
-def measure(model: Any, load: Load, new_tokens: int, repetitions: int, singles: int) -> Iterator[dict[str, Any]]:
+def measure(
+    model: Any, load: Load, new_tokens: int, repetitions: int, singles: int, parts: Sequence[str] = _PARTS
+) -> Iterator[dict[str, Any]]:
     """One row an arm, as soon as it is known: medians over ``repetitions`` runs, and how many answers equal one call a
-    prompt's. One call a prompt runs once, for ``singles`` prompts.
+    prompt's. One call a prompt runs once, for ``singles`` prompts. ``parts`` are those of ``_PARTS`` to run.
     """
     shape = f"{load.anchors}x{load.prefix}x{load.consumers}x{load.suffix}"
-
-    def labelled(found: dict[str, dict[str, float | None]]) -> Iterator[dict[str, Any]]:
-        for arm, figures in found.items():
+    if "shared" in parts:
+        for arm, figures in measure_shared(model, load, new_tokens, repetitions, singles):
+            yield {"load": shape, "new_tokens": new_tokens, "arm": arm, **figures}
+    if "apart" in parts:
+        for arm, figures in measure_apart(model, load, new_tokens, repetitions):
             yield {"load": shape, "new_tokens": new_tokens, "arm": arm, **figures}
 
+
+def measure_shared(model: Any, load: Load, new_tokens: int, repetitions: int, singles: int) -> Figures:
+    """Prompts that share prefixes."""
     rows = load.rows(model.config.vocab_size)
     groups = [rows[i : i + load.consumers] for i in range(0, len(rows), load.consumers)]
     single = range(0, len(rows), max(1, len(rows) // singles))
     generate_batches(model, [rows[:1]], new_tokens, None)
     one_by_one = generate_batches(model, [[rows[i]] for i in single], new_tokens, None)
     expected = dict(zip(single, one_by_one.tokens, strict=True))
-    yield from labelled({"unpatched, one by one": _figures([one_by_one], 1.0)})
-    apart = load.rows(model.config.vocab_size, shared=False)
-    # The keys of all prompts fit, so that what is measured is not how fast an evicted prefix is computed again.
-    with ckpt_hf.Engine(model, cache_slots=2 * len(rows)) as engine:
-
-        def cold(prompts: list[list[int]], boundary: int | None) -> Outcome:
-            ckpt_hf.clear(model)
-            return run_engine(engine, prompts, boundary, new_tokens)
-
-        yield from labelled(_time({"engine, cold": lambda: cold(rows, load.prefix)}, expected, repetitions))
+    yield "unpatched, one by one", _figures([one_by_one], 1.0)
+    with _engine(model, rows) as engine:
+        cold = {"engine, cold": lambda: _run_cold(model, engine, rows, load.prefix, new_tokens)}
+        yield from _time(cold, expected, repetitions)
         warm = {"engine, warm": lambda: run_engine(engine, rows, load.prefix, new_tokens)}
-        yield from labelled(_time(warm, expected, repetitions))
-        alone = dict(enumerate(cold(apart, None).tokens))
-        free: dict[str, Callable[[], Outcome]] = {
-            "nothing shared, no boundaries": lambda: cold(apart, None),
-            "nothing shared, boundaries": lambda: cold(apart, load.prefix),
-        }
-        yield from labelled(_time(free, alone, repetitions))
+        yield from _time(warm, expected, repetitions)
     by_hand = {"prefix run once by hand": lambda: generate_batches(model, groups, new_tokens, load.prefix)}
-    yield from labelled(_time(by_hand, expected, repetitions))
+    yield from _time(by_hand, expected, repetitions)
     batch = {"unpatched, one batch": lambda: generate_batches(model, [rows], new_tokens, None)}
-    yield from labelled(_time(batch, expected, repetitions))
+    yield from _time(batch, expected, repetitions)
 
 
-def _time(
-    arms: dict[str, Callable[[], Outcome]], expected: dict[int, list[int]], repetitions: int
-) -> dict[str, dict[str, float | None]]:
+def measure_apart(model: Any, load: Load, new_tokens: int, repetitions: int) -> Figures:
+    """Prompts that share nothing, each with a boundary all the same or without one."""
+    rows = load.rows(model.config.vocab_size, shared=False)
+    with _engine(model, rows) as engine:
+        expected = dict(enumerate(_run_cold(model, engine, rows, None, new_tokens).tokens))
+        arms: dict[str, Callable[[], Outcome]] = {
+            "nothing shared, no boundaries": lambda: _run_cold(model, engine, rows, None, new_tokens),
+            "nothing shared, boundaries": lambda: _run_cold(model, engine, rows, load.prefix, new_tokens),
+        }
+        yield from _time(arms, expected, repetitions)
+
+
+def _engine(model: Any, rows: list[list[int]]) -> ckpt_hf.Engine:
+    """All checkpoints fit, so that what is measured is not how fast an evicted prefix is computed again."""
+    return ckpt_hf.Engine(model, cache_slots=2 * len(rows))
+
+
+def _run_cold(
+    model: Any, engine: ckpt_hf.Engine, rows: list[list[int]], boundary: int | None, new_tokens: int
+) -> Outcome:
+    ckpt_hf.clear(model)
+    return run_engine(engine, rows, boundary, new_tokens)
+
+
+def _time(arms: dict[str, Callable[[], Outcome]], expected: dict[int, list[int]], repetitions: int) -> Figures:
     """Figures of each arm; the arms take turns, so that what else the machine does hits them alike.
 
     Args:
@@ -178,7 +197,8 @@ def _time(
     for _ in range(repetitions):
         for name, arm in arms.items():
             outcomes[name].append(arm())
-    return {name: _figures(outcomes[name], equal[name]) for name in arms}
+    for name in arms:
+        yield name, _figures(outcomes[name], equal[name])
 
 
 def _figures(outcomes: list[Outcome], equal: float) -> dict[str, float | None]:
@@ -208,6 +228,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--singles", type=int, default=8, help="how many prompts are also run one by one")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="prompts that share, or that do not")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -216,7 +237,7 @@ def main() -> None:
     for text in (args.loads or (_GPU_LOADS if on_gpu else _CPU_LOADS)).split(","):
         load = Load(*map(int, text.split("x")))
         for new_tokens in args.new_tokens:
-            for row in measure(model, load, new_tokens, args.repetitions, args.singles):
+            for row in measure(model, load, new_tokens, args.repetitions, args.singles, args.parts):
                 print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 

@@ -142,7 +142,8 @@ class DecodeGraphs:
             with torch.cuda.stream(stream):
                 self._forward(entry.buffer)  # compiles kernels and makes workspaces, which a recording must not
             torch.cuda.current_stream().wait_stream(stream)
-            if self._pool is None:
+            if not any(other.graph for other in self._buckets.values()):
+                # The allocator has let go of a pool that no graph holds any more, and refuses to take it up again.
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads go on allocating memory while this one records.

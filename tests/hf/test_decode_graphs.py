@@ -163,6 +163,23 @@ def test_graphs_are_recorded_anew_for_other_weights_and_larger_pools() -> None:
 
 
 @pytest.mark.gpu
+def test_graphs_are_recorded_again_after_all_were_dropped() -> None:
+    """Several sizes share a pool of memory, which ends with the last of them."""
+    model = ckpt_hf.patch(build_model().cuda())
+    runner = runner_of(model)
+    with Engine(model) as engine:
+        for _ in range(3):
+            for count in (1, 2, 5, 11):
+                handles = [engine.submit(row, max_new_tokens=6, do_sample=False) for row in ROWS[:count]]
+                answers = [handle.result(120).generated_tokens for handle in handles]
+                assert answers == alone(plain_model(), ROWS[:count])
+            graphs = runner.memory.graphs
+            assert graphs is not None
+            assert all(entry.graph for entry in graphs._buckets.values())
+            graphs._made_for = ()
+
+
+@pytest.mark.gpu
 def test_other_threads_use_the_gpu_while_a_graph_is_recorded() -> None:
     import threading
 
